@@ -46,7 +46,7 @@ def test_doctor_names_the_defaults_of_the_rotation_and_of_attention(monkeypatch:
 
 
 def test_doctor_says_how_planned_calls_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = pytest.importorskip("ropewalk.ops.attention.triton.launcher", reason="Triton is missing")
+    launcher = pytest.importorskip("ropewalk.ops.launch.launcher", reason="Triton is missing")
     monkeypatch.setattr(device, "is_nvidia", lambda device: False)
     assert _launcher(torch.device("cuda", 0)) is None
     monkeypatch.setattr(device, "is_nvidia", lambda device: True)

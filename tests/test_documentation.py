@@ -171,6 +171,24 @@ def test_links_to_nowhere_are_noticed():
     assert "outside of docs" in (check_link(page, "../README.md") or "")
 
 
+NOTES = sorted((ROOT / "docs" / "notes").glob("[0-9]*.md"))
+
+
+@pytest.mark.parametrize("note", NOTES, ids=lambda note: note.stem)
+def test_a_note_begins_with_its_decision_and_what_undoing_it_costs(note):
+    title, _, rest = note.read_text(encoding="utf-8").partition("\n\n")
+    first = rest.partition("\n\n")[0]
+    assert title.startswith(f"# {note.stem[:3]} "), "a note begins with its number"
+    assert re.fullmatch(r"\*\*Decision\.\*\* .+\n\*\*Undoing it\*\* .+", first, re.DOTALL), first
+
+
+def test_the_index_and_the_site_list_every_note_once():
+    names = [note.name for note in NOTES]
+    index = (ROOT / "docs" / "notes" / "index.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| \[\d{3}\]\((\S+)\)", index, re.MULTILINE)) == names
+    assert re.findall(r"- notes/(\d\S+)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")) == names
+
+
 def test_every_public_name_is_documented():
     api = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "api").glob("*.md")))
     directives = set(re.findall(r"^::: (\S+)$", api, re.MULTILINE))

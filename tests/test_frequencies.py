@@ -235,9 +235,9 @@ def test_values_out_of_range_are_refused(name, parameters, message):
     [
         ("default", {"factor": 2.0}, "factor is not a parameter of 'default'; its parameters are: none"),
         ("linear", {"faktor": 2.0}, "faktor is not a parameter of 'linear'; its parameters are: factor"),
-        ("linear", {}, "factor was not given, but is a required parameter of 'linear'"),
-        ("yarn", {**YARN, "factor": None}, "factor was not given, so max_position_embeddings must be"),
-        ("longrope", LONG, "factor was not given, so max_position_embeddings must be"),
+        ("linear", {}, "factor was not passed, but is a required parameter of 'linear'"),
+        ("yarn", {**YARN, "factor": None}, "factor was not passed, so max_position_embeddings must be"),
+        ("longrope", LONG, "factor was not passed, so max_position_embeddings must be"),
     ],
 )
 def test_parameters_that_do_not_belong_or_are_missing_are_refused(name, parameters, message):

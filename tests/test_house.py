@@ -13,6 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 OPS = ROOT / "src/ropewalk/ops"
+JITTED = re.compile(r"^@(triton|gluon)\.jit\b", re.MULTILINE)
+KERNELS = [path for path in SOURCES if OPS in path.parents and JITTED.search(path.read_text(encoding="utf-8"))]
+COMPILE = OPS / "launch"
+LAUNCHERS = [path for path in SOURCES if COMPILE not in path.parents]
 # Names change, and notes and the changelog tell of it.
 TEXTS = [
     ROOT / "README.md",
@@ -75,13 +79,16 @@ def long_jitted(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield function.lineno, f"{function.name} has {count} parameters, but at most {MAX_JITTED} are allowed"
 
 
-def positional_launches(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Launches of entry kernels with arguments by position."""
+def own_launches(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Launches and compilations of kernels, which `Steps` and `Kernel` of ops/launch do."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-            name = ast.unparse(node.func.value) if node.args else ""
-            if name.endswith("kernel"):
-                yield node.lineno, f"{name} is launched with {len(node.args)} positional arguments, but must have none"
+        if isinstance(node, ast.Call):
+            is_launch = isinstance(node.func, ast.Subscript) and ast.unparse(node.func.value).endswith("kernel")
+            name = ast.unparse(node.func)
+            if is_launch or name in ("triton.compile", "ASTSource") or name.endswith("kernel.warmup"):
+                yield node.lineno, f"{name} compiles or launches, but launchers ask `on.launch` for it"
+        elif isinstance(node, ast.Attribute) and node.attr == "packed_metadata":
+            yield node.lineno, f"{ast.unparse(node)} is for a launch of its own"
 
 
 def long_host(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -133,15 +140,36 @@ def weak_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 OLD_PARTS = re.compile("places?|turns?|walks?|apart|prepared|theirs|ours|serve[sd]?|movers|adder|cotangents")
 
 
-def old_parts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Definitions with a part that has another name now."""
+def defined_names(tree: ast.AST, *, reads: bool = True) -> Iterator[tuple[int, str]]:
+    """Names that a file defines or assigns, and the attributes that it reads."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not reads and isinstance(node.ctx, ast.Load):
+            continue
         name = {ast.FunctionDef: "name", ast.ClassDef: "name", ast.arg: "arg", ast.Attribute: "attr"}.get(type(node))
         if name is None and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             name = "id"
-        identifier = getattr(node, name) if name else ""
+        if name is not None:
+            yield node.lineno, getattr(node, name)
+
+
+def old_parts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Definitions with a part that has another name now."""
+    for line, identifier in defined_names(tree):
         if any(map(OLD_PARTS.fullmatch, identifier.lower().split("_"))):
-            yield node.lineno, f"{identifier} is an old name"
+            yield line, f"{identifier} is an old name"
+
+
+# Words that say that somebody made a thing, and not which thing it is.
+VAGUE = re.compile(r"_*of_\w+|(\w+_|_*)(given|made|kept|twins?)(_\w+)?", re.IGNORECASE)
+
+
+def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Definitions by a word that no paper has; those of `FarRange` are in the schemas of operators, and stay."""
+    records = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "FarRange"]
+    in_schemas = {line for node in records for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    for line, identifier in defined_names(tree, reads=False):
+        if VAGUE.fullmatch(identifier) and line not in in_schemas:
+            yield line, f"{identifier} does not say which thing it is"
 
 
 # Rules over text.
@@ -183,12 +211,14 @@ def too_long(text: str, limit: int) -> bool:
 
 BY_TREE = {
     "jitted parameters": (long_jitted, SOURCES),
-    "launches by keyword": (positional_launches, SOURCES),
+    "launches by steps": (own_launches, LAUNCHERS),
     "host parameters": (long_host, SOURCES),
     "fields by name": (numbered_fields, SOURCES),
     "records by name": (numbered_records, RECORDS),
     "first words": (weak_docstrings, SOURCES),
     "old parts of names": (old_parts, [path for path in SOURCES if OPS in path.parents]),
+    # A kernel's text is in the key of its cached binary: its names change with its code.
+    "names of things": (vague_names, [path for path in SOURCES if path not in KERNELS]),
 }
 BY_TEXT = {
     "old names": (OLD_TEXT, TEXTS),
@@ -225,6 +255,18 @@ def test_attention_has_few_files():
     assert len(list((OPS / "attention").glob("*.py"))) <= MAX_FILES
 
 
+# Files of attention that may name a term of the scores.
+TERMS = {"soft_?cap": 6, "sink": 10}
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_of_scores_lives_in_few_files(term):
+    found = [
+        path for path in sorted((OPS / "attention").rglob("*.py")) if re.search(term, path.read_text("utf-8"), re.I)
+    ]
+    assert len(found) <= TERMS[term], f"{term} is in {', '.join(path.name for path in found)}"
+
+
 def test_the_readme_is_short_and_says_how_to_install():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not too_long(text, MAX_README)
@@ -237,12 +279,13 @@ THIRTEEN = ", ".join(f"x{i}" for i in range(13))
 TWENTY = ", ".join(f"x{i}" for i in range(20))
 BAD = {
     "jitted parameters": f"@triton.jit\ndef load({THIRTEEN}):\n    pass",
-    "launches by keyword": "forward_kernel[grid](q, k, v, BLOCK_M=64)",
+    "launches by steps": "forward_kernel[grid](q=q, BLOCK_M=64)",
     "host parameters": f"def prepare({TWENTY}):\n    pass",
     "fields by name": "@gluon.jit\ndef count(lengths):\n    return lengths[2]",
     "records by name": "masks = call[4:16]",
     "first words": 'def f():\n    """What it does."""',
     "old parts of names": "def turn_keys(keys):\n    pass",
+    "names of things": "def find(given, x):\n    pass",
     "old names": "the scheme's `change_scores`",
     "backends by name": 'if impl == "triton":',
     "AMD by device": "on_amd = torch.version.hip is not None",
@@ -252,12 +295,13 @@ BAD = {
 }
 GOOD = {
     "jitted parameters": f"@triton.jit(do_not_specialize=['x1'])\ndef forward_kernel({THIRTEEN}):\n    pass",
-    "launches by keyword": "forward_kernel[grid](q=q, BLOCK_M=64)",
+    "launches by steps": "on.launch(forward_kernel, n_programs, q=q, BLOCK_M=64)",
     "host parameters": f"def prepare({THIRTEEN}):\n    pass",
     "fields by name": "@triton.jit\ndef count(x, seqlens):\n    return x.shape[0] + seqlens.n_keys + x[:, None]",
     "records by name": "batch, first, rest = x.shape[:3], results[0], results[1:]",
     "first words": 'def f():\n    """Return which it is."""',
     "old parts of names": "def replace(keys, returns):\n    pass",
+    "names of things": "def find(bytes_of_q, forgiven):\n    return bytes_of_q.far.given",
     "old names": "It replaces an observed server, PINNED.",
     "backends by name": "if backend.name == chosen.name:",
     "AMD by device": "on_amd = gpu.is_rocm()",
@@ -280,6 +324,7 @@ def test_a_rule_can_fail_and_be_kept(rule):
 
 def test_texts_are_found():
     assert len(SOURCES) > 100
+    assert len(KERNELS) > 30
     assert len(TEXTS) > len(SOURCES) + 20
     assert too_long("a\nb", 1)
     assert MANY_ARGUMENTS.search("src/ropewalk/ops/attention/api.py:80 attention has 30 parameters")

@@ -22,35 +22,35 @@ FILES = sorted(ROOT.rglob("*.py"))
 # What each folder or module may import of Ropewalk beside itself and OPEN. The longest name that fits a module counts;
 # "x" is x without what has a line of its own, "x.*" is all below x.
 OPEN = "device frequencies testing ops.tracing ops.arguments ops.once"
-_SHARED_BY_KERNELS = "ops.attention.call ops.attention.backend ops.attention.pages ops.attention.tables"
+_SHARED_BY_KERNELS = "ops.launch ops.attention.call ops.attention.backend ops.attention.pages ops.attention.tables"
 _TRITON_FOR_HOPPER = "arguments tiles masking scheduler softmax score_mods config gather launch_common support"
 LAYERS = {
     **dict.fromkeys(OPEN.split(), ""),
     "schemes": "",
+    "ops.launch": "",
     "ops.dtensor": "ops.rope.norm schemes",
-    "ops.rope": "ops.rope.* ops.dtensor",
-    "ops.rope.triton": "ops.rope.call ops.rope.validate ops.rope.norm ops.rope.head_tables",
+    "ops.rope": "ops.launch ops.rope.* ops.dtensor",
+    **dict.fromkeys(("ops.rope.norm", "ops.rope.heads", "ops.rope.pages"), "ops.launch ops.rope"),
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
-    "ops.cache": "ops.rope.norm ops.rope.reference ops.rope.validate ops.cache.*",
-    "ops.cache.triton": "ops.cache.call ops.cache.formats ops.cache.written ops.attention.triton.bind",
-    "ops.attention": "ops.dtensor schemes ops.cache.formats ops.cache.validate "
-    "ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference "
+    "ops.cache": "ops.launch ops.rope.norm ops.rope.reference ops.rope.validate ops.cache.*",
+    "ops.cache.triton": "ops.launch ops.cache.call ops.cache.formats ops.cache.written",
+    "ops.attention": "ops.launch ops.dtensor schemes ops.cache.formats ops.cache.validate "
+    "ops.rope.api ops.rope.autograd ops.rope.call ops.rope.launch ops.rope.norm ops.rope.reference "
     "ops.attention.backends ops.attention.plans ops.attention.gate.operation ops.attention.blocks.tables",
-    "ops.attention.blocks": "ops.attention.call ops.attention.backend ops.attention.triton.tiles",
-    "ops.attention.gate": "ops.attention.backend ops.attention.plans ops.attention.triton.tiles",
+    "ops.attention.blocks": "ops.launch ops.attention.call ops.attention.backend ops.attention.triton.tiles",
+    "ops.attention.gate": "ops.launch ops.attention.backend ops.attention.plans ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
-    "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan "
+    "ops.attention.plans": "ops.launch ops.rope.launch ops.rope.norm schemes ops.attention ops.attention.backends "
     "ops.attention.triton.table_rows",
     "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.cache.formats ops.attention.dropout ops.rope.api "
     "ops.attention.gate.kernel ops.attention.gate.kernel",
-    "ops.attention.triton.plan": f"{_SHARED_BY_KERNELS} ops.attention.triton.bind ops.rope.call ops.rope.triton.*",
     "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.cache.formats ops.attention.dropout ops.rope.api "
     "ops.attention.gate.kernel ops.attention.blocks.kernel ops.attention.blocks.mask_kernel "
     + " ".join(f"ops.attention.triton.{name}" for name in _TRITON_FOR_HOPPER.split()),
     "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.attention.libraries.merge",
-    "ops.attention.libraries.merge": "ops.attention.triton.tiles",
+    "ops.attention.libraries.merge": "ops.launch ops.attention.triton.tiles",
     "compat": "ops.* schemes",
-    "modules": "ops.rope.api ops.rope.norm ops.attention.api schemes",
+    "modules": "ops.launch ops.rope.api ops.rope.norm ops.attention.api schemes",
     "parallel": "ops.* schemes",
     "integrations": "ops.rope.api ops.rope.call ops.rope.repeat ops.rope.norm ops.rope.rotary_embedding "
     "ops.attention.api parallel.call parallel.agreement schemes modules",
@@ -69,6 +69,8 @@ LAYERS = {
 ROOTS = ("ropewalk", "ropewalk.__main__", "ropewalk.ops", "ropewalk.bench")
 KERNELS = (
     *("ropewalk.ops.*.triton.*", "ropewalk.ops.*.hopper.*", "ropewalk.ops.attention.gate.kernel"),
+    *(f"ropewalk.ops.rope.{family}{name}" for family in ("", "*.") for name in ("arguments", "kernel", "launch")),
+    *(f"ropewalk.ops.launch.{name}" for name in ("bind", "kernel", "launcher", "plan")),
     *(f"ropewalk.ops.attention.blocks.{name}" for name in ("kernel", "build_kernel", "mask_kernel")),
     "ropewalk.ops.attention.libraries.merge",
     "ropewalk.modules.mask_kernel",
@@ -162,8 +164,6 @@ def loads_a_launcher(found):
         return False
     folder, _, name = found.imported.rpartition(".")
     is_launcher = name == "launch" or name.endswith("_launch")
-    if found.importer == "ropewalk.ops.attention.triton.plan":  # binds the rotation's launch with those of attention
-        return False
     return is_launcher and folder != found.importer.rpartition(".")[0]
 
 
@@ -257,7 +257,7 @@ def test_the_rules_can_fail():
     attention, rope = "ropewalk.ops.attention", "ropewalk.ops.rope"
     for importer, source in (
         ("ropewalk.frequencies", f"from {rope}.api import apply_rope"),
-        (f"{rope}.triton.launch", f"def f():\n    from {rope} import reference"),
+        (f"{rope}.heads.launch", f"def f():\n    from {rope}.norm import reference"),
         (f"{rope}.api", "import ropewalk.modules.rotary"),
         (f"{attention}.api", f"def f():\n    from {attention}.triton import launch"),
         (f"{attention}.hopper.launch", f"from {attention}.triton.forward import forward_kernel"),

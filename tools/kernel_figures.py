@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,10 +51,10 @@ from ropewalk.ops.attention.gate import kernel as gate  # noqa: E402
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
 from ropewalk.ops.attention.libraries import merge  # noqa: E402
 from ropewalk.ops.attention.triton import gather, weigh  # noqa: E402
-from ropewalk.ops.cache.triton import append_kernel  # noqa: E402
+from ropewalk.ops.launch.steps import AT_ONCE  # noqa: E402
 from ropewalk.ops.rope.cuda import build  # noqa: E402
-from ropewalk.ops.rope.triton import head_kernel, norm_kernel, page_launch  # noqa: E402
-from ropewalk.ops.rope.triton.kernel import compile_kernel  # noqa: E402
+from ropewalk.ops.rope.pages import launch as page_launch  # noqa: E402
+from ropewalk.ops.rope.pages.call import PageRotation  # noqa: E402
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -251,32 +251,28 @@ _PAIRINGS = ("half-split", "interleaved", "interleaved, one number an access")
 def plan(row: Row, target: str) -> Plan:
     """How a kernel is compiled where its launcher finds the target."""
     if row.kernel == "rotate_kernel":
-        spec = specialise(**row.arguments)
-        tile = f"{spec.block_tokens} × {spec.block_heads}, {spec.threads} threads"
-        return partial(compile_kernel, spec, TARGETS[target]), tile
-    if row.kernel in HEAD_KERNELS:
-        head_spec = specialise_heads(row.kernel, **row.arguments)
-        tile = f"{head_spec.block_rows} rows, {head_spec.threads} threads"
-        return partial(head_kernel.compile_kernel, HEAD_KERNELS[row.kernel], head_spec, TARGETS[target]), tile
-    if row.kernel == "row_sum_kernel":
-        head_spec = specialise_heads("head_gradients_kernel", **row.arguments)
-        sizes = f"{head_kernel.SUM_BLOCK_TOKENS} × {head_kernel.SUM_BLOCK_COLUMNS}"
-        tile = f"{sizes}, {32 * head_kernel.SUM_WARPS} threads"
-        return partial(head_kernel.compile_kernel, head_kernel.row_sum_kernel, head_spec, TARGETS[target]), tile
-    if row.kernel in NORM_KERNELS:
-        norm_spec = specialise_norm(row.kernel, **row.arguments)
-        tile = f"{norm_spec.block_tokens} × {norm_spec.block_heads}, {norm_spec.threads} threads"
-        tile += f", ≤ {norm_spec.registers} r" if norm_spec.registers else ""
-        return partial(norm_kernel.compile_kernel, NORM_KERNELS[row.kernel], norm_spec, TARGETS[target]), tile
-    if row.kernel == "weight_sum_kernel":
-        sum_spec = specialise_norm("norm_backward_kernel", **row.arguments)
-        tile = f"{norm_kernel.SUM_BLOCK_ROWS} × {norm_kernel.SUM_BLOCK_D}, {32 * norm_kernel.SUM_WARPS} threads"
-        return partial(norm_kernel.compile_kernel, norm_kernel.weight_sum_kernel, sum_spec, TARGETS[target]), tile
+        noted = specialise(**row.arguments)
+        tile = f"{noted['BLOCK_TOKENS']} × {noted['BLOCK_HEADS']}, {noted['threads']} threads"
+        return partial(noted.compile, TARGETS[target]), tile
+    if row.kernel in (*HEAD_KERNELS, "row_sum_kernel"):
+        noted = specialise_heads(row.kernel, **row.arguments)
+        if row.kernel == "row_sum_kernel":
+            tile = f"{noted['BLOCK_TOKENS']} × {noted['BLOCK_COLUMNS']}, {32 * noted['num_warps']} threads"
+        else:
+            tile = f"{noted['BLOCK_ROWS']} rows, {noted['threads']} threads"
+        return partial(noted.compile, TARGETS[target]), tile
+    if row.kernel in (*NORM_KERNELS, "weight_sum_kernel"):
+        noted = specialise_norm(row.kernel, **row.arguments)
+        if row.kernel == "weight_sum_kernel":
+            tile = f"{noted['BLOCK_ROWS']} × {noted['BLOCK_D']}, {32 * noted['num_warps']} threads"
+        else:
+            tile = f"{noted['BLOCK_TOKENS']} × {noted['BLOCK_HEADS']}, {noted['threads']} threads"
+            tile += f", ≤ {noted['maxnreg']} r" if "maxnreg" in noted.arguments else ""
+        return partial(noted.compile, TARGETS[target]), tile
     if row.kernel == "append_kernel":
-        append_spec = append_launches.specialise(**row.arguments)
-        append_spec = replace(append_spec, native_fp8=target in ("sm_90", "sm_100"))
-        tile = f"{append_spec.block_tokens} × {append_spec.block_heads}, {append_spec.threads} threads"
-        return partial(append_kernel.compile_kernel, append_spec, TARGETS[target]), tile
+        noted = append_launches.specialise(**row.arguments)
+        tile = f"{noted['BLOCK_TOKENS']} × {noted['BLOCK_HEADS']}, {noted['threads']} threads"
+        return partial(append_launches.compile_for, target, noted), tile
     with pytest.MonkeyPatch.context() as patch:
         launch = (_launch_of_gluon if row.for_hopper else _LAUNCHES[row.kernel])(patch, row, target)
     if row.for_hopper and row.kernel in ("forward_kernel", "backward_kernel", "backward_wide_kernel"):
@@ -385,7 +381,8 @@ def _launch_of_pages(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[
     patch.setattr(page_launch, row.kernel, Recorder(page_launch.rotate_pages_kernel, launches))
     table, positions = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 48, dtype=torch.int64)
     cos, sin = torch.zeros(2, 64, 64)
-    page_launch.rotate(torch.empty(9, 16, 8, 128, dtype=BF16), table, positions, cos, sin, None, 128, 0, False)
+    pages = torch.empty(9, 16, 8, 128, dtype=BF16)
+    page_launch.rotate(PageRotation(pages, table, positions, cos, sin, None, 128, 0, False), AT_ONCE)
     return _find(row.kernel, launches)
 
 
@@ -406,7 +403,6 @@ def _launch_of_gather(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple
 def _launch_of_merge(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
     launches: list[Any] = []
     patch.setattr(merge, "merge_kernel", Recorder(merge.merge_kernel, launches))
-    patch.setattr(torch.cuda, "device_of", lambda x: torch.no_grad())
     out = torch.empty(2, 128, 4, row.arguments["head_dim"], dtype=BF16)
     lse = torch.empty(2, 4, 128)
     merge.merge(out, lse, out[:, 64:].contiguous(), lse[..., 64:].contiguous())
@@ -417,8 +413,8 @@ def _launch_of_gate(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[A
     launches: list[Any] = []
     steps: Any = SimpleNamespace(launch=lambda kernel, n, /, **given: launches.append((kernel, (), given)))
     out = torch.empty(2, 128, 4, row.arguments["head_dim"], dtype=BF16)
-    gate.forward(out, out, steps)
-    gate.backward(out, out, out, True, True, steps)
+    gate.forward(gate.GatedOutput(out, out), steps)
+    gate.backward(gate.GateGradients(out, out, out, True, True), steps)
     return _find(row.kernel, launches)
 
 

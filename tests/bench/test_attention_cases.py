@@ -174,6 +174,6 @@ def test_settings_are_what_attention_takes(device: torch.device) -> None:
         assert attention(inputs.q, inputs.k, inputs.v, **keywords, impl="reference").shape == inputs.grad.shape
         assert bool(parameters) == setting.learned
         assert all(x.is_leaf and x.requires_grad for x in parameters)
-        assert all(x.shape[-1] == (8 if setting.of_layer else 4) for x in parameters)
+        assert all(x.shape[-1] == (8 if setting.is_layer else 4) for x in parameters)
     with pytest.raises(ValueError, match="window is None"):
         SETTINGS["rerope"].make(replace(CASE, far_window=None), device)

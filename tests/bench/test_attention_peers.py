@@ -427,5 +427,5 @@ def check_candidates(gate: AttentionGate, candidates: Sequence[AttentionCandidat
         served_by, reason = candidate.choose(backward)
         assert reason is None
         assert (served_by is None) == (candidate.kind == "peer")
-        verdict, _ = candidate.of_mode("train" if backward else "fwd", gate).check()
+        verdict, _ = candidate.for_mode("train" if backward else "fwd", gate).check()
         assert verdict.complaint is None, name_of(candidate)

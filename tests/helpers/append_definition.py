@@ -36,30 +36,29 @@ def expect(call: AppendCall) -> Expected:
 
 def _map(x: Tensor, weight: Tensor | None, call: AppendCall) -> Tensor:
     """Normalise and rotate (N, heads, D)."""
-    flags = call.flags
 
     def normalize(x: Tensor) -> Tensor:
-        dims = (0, 1) if flags.across_heads else (1,)
-        x = x / (x.square().mean(dims, keepdim=True) + flags.eps).sqrt()
+        dims = (0, 1) if call.across_heads else (1,)
+        x = x / (x.square().mean(dims, keepdim=True) + call.eps).sqrt()
         if weight is None:
             return x
-        factors = weight.double() + flags.weight_offset
+        factors = weight.double() + call.weight_offset
         return x * (factors if weight.numel() == x.shape[1] else factors.reshape(x.shape))
 
     rows = []
     for token in range(x.shape[0]):
         y = x[token].double()
-        if flags.has_norm and not flags.after:
+        if call.has_norm and not call.after:
             y = normalize(y)
         y = _rotate(y, token, call)
-        if flags.has_norm and flags.after:
+        if call.has_norm and call.after:
             y = normalize(y)
         rows.append(y)
     return torch.stack(rows) if rows else x.double()
 
 
 def _rotate(x: Tensor, token: int, call: AppendCall) -> Tensor:
-    y, half, flags = x.clone(), call.cos.shape[1], call.flags
+    y, half = x.clone(), call.cos.shape[1]
     for pair in range(half):
         if call.positions is None:
             row = token
@@ -70,8 +69,8 @@ def _rotate(x: Tensor, token: int, call: AppendCall) -> Tensor:
         if not 0 <= row < call.cos.shape[0]:
             return torch.full_like(x, torch.nan)
         cos, sin = call.cos[row, pair].double(), call.sin[row, pair].double()
-        first, second = (2 * pair, 2 * pair + 1) if flags.interleaved else (pair, pair + half)
-        first, second = first + flags.rotary_offset, second + flags.rotary_offset
+        first, second = (2 * pair, 2 * pair + 1) if call.interleaved else (pair, pair + half)
+        first, second = first + call.rotary_offset, second + call.rotary_offset
         y[:, first] = x[:, first] * cos - x[:, second] * sin
         y[:, second] = x[:, first] * sin + x[:, second] * cos
     return y

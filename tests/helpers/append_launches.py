@@ -1,4 +1,4 @@
-"""Calls of `append_kv` without memory, and the specialisations of their launches, for the compile checks."""
+"""Calls of `append_kv` without memory, and their launches, for the compile checks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ropewalk.ops.cache.call import AppendCall, AppendFlags
-from ropewalk.ops.cache.triton.append_kernel import AppendSpecialisation
-from ropewalk.ops.cache.triton.append_launch import prepare
+from helpers.noted_steps import Noted, NotingSteps
+from helpers.targets import TARGETS
+from ropewalk.ops.cache.call import AppendCall
+from ropewalk.ops.cache.triton.append_launch import append
 
 FORMATS = {"own": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 
@@ -63,10 +64,20 @@ def append_call(
         return AppendCall(
             *(k, v, *caches, torch.empty(tokens, dtype=torch.int64), table, table, q, positions, axes),
             *(q_weight, k_weight, *map(scales_of, caches)),
-            AppendFlags(has_norm=weight is not None, across_heads=weight == "across", **(flags or {})),
+            has_norm=weight is not None,
+            across_heads=weight == "across",
+            **(flags or {}),
         )
 
 
-def specialise(cache: str, **keywords: Any) -> AppendSpecialisation:
-    """Return what a call's kernel is compiled for."""
-    return prepare(append_call(cache, **keywords)).spec  # type: ignore[attr-defined]
+def specialise(cache: str, **keywords: Any) -> Noted:
+    """Return the launch of a call."""
+    on: Any = NotingSteps()
+    append(append_call(cache, **keywords), on)
+    noted: Noted = on.launches["append_kernel"]
+    return noted
+
+
+def compile_for(target: str, noted: Noted) -> Any:
+    """Compile a launch for a target, of those with an instruction that rounds to float8 by it."""
+    return noted.compile(TARGETS[target], NATIVE=target in ("sm_90", "sm_100"))

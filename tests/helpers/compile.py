@@ -1,5 +1,6 @@
 """Compile kernels without a GPU: record the launches of a launcher, and compile what they would launch."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,8 @@ from helpers.reductions import scattered_reductions
 from helpers.targets import GPUS
 from ropewalk import apply_rope
 from ropewalk import device as gpu
-from ropewalk.ops.attention import backend as steps
 from ropewalk.ops.attention.triton import weigh
+from ropewalk.ops.rope import launch as rope_launch
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -40,7 +41,8 @@ class Recorder:
 
 def rotate_anywhere(monkeypatch):
     """Let launchers rotate and weigh tensors on the CPU, where the kernels that they ask for do not run."""
-    monkeypatch.setattr(steps, "apply_rope", lambda *tensors, impl, **keywords: apply_rope(*tensors, **keywords))
+    rotate = functools.partial(apply_rope, layout="bhtd")
+    monkeypatch.setattr(rope_launch, "rotate_features", lambda *tensors, on, **keywords: rotate(*tensors, **keywords))
     monkeypatch.setattr(weigh, "weigh_features", lambda k, weights, on: k.mul_(weights))
 
 

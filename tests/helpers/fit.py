@@ -27,11 +27,12 @@ from ropewalk import Alibi, BlockLists, ExpoSB, NoPosition, PositionScheme, ReRo
 from ropewalk import device as gpu
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.autograd import without_inputs
-from ropewalk.ops.attention.backend import AtOnce, KernelBackend, Wanted
+from ropewalk.ops.attention.backend import KernelBackend, Wanted
 from ropewalk.ops.attention.backends import KERNELS, backward_of
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper import support
 from ropewalk.ops.attention.triton.support import Triton
+from ropewalk.ops.launch.steps import AtOnce
 
 
 class Used(NamedTuple):

@@ -1,19 +1,18 @@
-"""Specialisations of the kernels for tables per head, for the compile checks and tools/kernel_figures.py."""
+"""Launches of the kernels for tables per head, for the compile checks and tools/kernel_figures.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
+from helpers.noted_steps import Noted, NotingSteps
 from helpers.rope_launches import DTYPES
-from ropewalk.ops.rope.call import RopeCall, RopeFlags
-from ropewalk.ops.rope.head_tables import table_rows
-from ropewalk.ops.rope.triton.head_kernel import HeadSpecialisation, head_gradients_kernel, rotate_heads_kernel
-from ropewalk.ops.rope.triton.head_launch import describe
+from ropewalk.ops.rope.call import RopeCall, RopeFlags, Rotation
+from ropewalk.ops.rope.heads.launch import differentiate, rotate
+from ropewalk.ops.rope.heads.reference import HeadGradients
 
-HEAD_KERNELS = {kernel.__name__: kernel for kernel in (rotate_heads_kernel, head_gradients_kernel)}
+HEAD_KERNELS = ("rotate_heads_kernel", "head_gradients_kernel")
 
 
 def specialise_heads(
@@ -32,8 +31,8 @@ def specialise_heads(
     layout: str = "bthd",
     alignment: int = 16,
     **flags: Any,
-) -> HeadSpecialisation:
-    """What the launch of such a call would compile: tensors without memory are enough to ask."""
+) -> Noted:
+    """The launch of such a call, or of the sum of its tables' gradients: tensors without memory are enough to ask."""
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -45,8 +44,10 @@ def specialise_heads(
     positions = {"one-row": (1, tokens), "tokens": (batch, tokens), "offsets": (batch,)}.get(kind)
     index = None if positions is None else empty(*positions, dtype=torch.int64)
     call = RopeCall(cos, cos, index, None, 0, RopeFlags(layout, **flags))
+    on = NotingSteps(alignment)
+    q, k = (*xs, None)[:2]
     if kernel == "rotate_heads_kernel":
-        launch = describe((xs, xs), call)
+        rotate(Rotation(q, k, call), on)
     else:
-        launch = describe((xs, xs, xs), call, rows=table_rows(xs[0], call, 2), needs_dx=needs_dx)
-    return replace(launch.spec, pointer_alignment=alignment)
+        differentiate(HeadGradients(q, k, q, k, call, needs_dx), on)
+    return on.launches[kernel]

@@ -76,7 +76,7 @@ def compute_plainly(call: AttentionCall, grad_out: Tensor, grad_lse: Tensor) -> 
     p = torch.where(attends, torch.exp2(scores.detach() * LOG2_E - shift * LOG2_E), 0)
     keep: Tensor | float = 1.0
     if call.dropout_p > 0:
-        keep = reference.kept(slice(0, q.shape[2]), call)
+        keep = reference.dropout_mask(slice(0, q.shape[2]), call)
         keep = keep.to(q.dtype) * dropout.rescale(call.dropout_p)
     values = v.detach().repeat_interleave(groups, 1)
     out = p * keep @ values

@@ -1,19 +1,18 @@
-"""Specialisations of the norm's Triton kernels, for the compile checks and tools/kernel_figures.py."""
+"""Launches of the norm's Triton kernels, for the compile checks and tools/kernel_figures.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
+from helpers.noted_steps import Noted, NotingSteps
 from helpers.rope_launches import DTYPES
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
-from ropewalk.ops.rope.norm import NormCall, NormFlags
-from ropewalk.ops.rope.triton.norm_kernel import NormSpecialisation, norm_backward_kernel, norm_kernel
-from ropewalk.ops.rope.triton.norm_launch import describe
+from ropewalk.ops.rope.norm import Needed, NormCall, Normed, NormFlags, NormGradients
+from ropewalk.ops.rope.norm.launch import backward, forward
 
-KERNELS = {kernel.__name__: kernel for kernel in (norm_kernel, norm_backward_kernel)}
+KERNELS = ("norm_kernel", "norm_backward_kernel")
 
 
 def specialise_norm(
@@ -33,8 +32,8 @@ def specialise_norm(
     bias: bool = False,
     norm: dict[str, Any] | None = None,
     **flags: Any,
-) -> NormSpecialisation:
-    """What the launch of such a call would compile: tensors without memory are enough to ask."""
+) -> Noted:
+    """The launch of such a call, or of the sum of its weights' gradients: tensors without memory are enough to ask."""
     flags = RopeFlags(layout, **flags)
 
     def empty(*shape: int, dtype: torch.dtype = DTYPES[dtype]) -> torch.Tensor:
@@ -53,8 +52,13 @@ def specialise_norm(
     positions = empty(n_axes, batch, tokens, dtype=torch.int32) if n_axes else None
     axes = empty(half, dtype=torch.int32) if n_axes else None
     call = NormCall(RopeCall(cos, cos, positions, None, 0, flags, axes), NormFlags(**(norm or {})))
-    is_backward = kernel == "norm_backward_kernel"
-    roles = [xs, dense, dense] if is_backward else [xs, dense]
+    # One weight and one bias stand for those of q and of k: a kernel reads the shape of neither.
     biases = empty(heads[0], head_dim) if bias else None
-    needs = is_backward, is_backward and weight is not None, is_backward and bias
-    return replace(describe(roles, weights, call, bias=biases, needs=needs).spec, pointer_alignment=alignment)
+    normed = Normed(*xs, weights, weights, biases, biases, call)
+    on = NotingSteps(alignment)
+    if kernel == "norm_kernel":
+        forward(normed, on)
+    else:
+        needed = [weight is not None] * 2 + [bias] * 2
+        backward(NormGradients(*dense, normed, Needed(True, True, *needed)), on)
+    return on.launches[kernel]

@@ -1,13 +1,12 @@
-"""Specialisations of the rotation's Triton kernel, for the compile checks and tools/kernel_figures.py."""
+"""Launches of the rotation's Triton kernel, for the compile checks and tools/kernel_figures.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from ropewalk.ops.rope.call import RopeCall, RopeFlags
-from ropewalk.ops.rope.triton.launch import prepare
+from helpers.noted_steps import Noted, NotingSteps
+from ropewalk.ops.rope.call import RopeCall, RopeFlags, Rotation
+from ropewalk.ops.rope.launch import rotate
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -31,8 +30,8 @@ def specialise(
     alignment=16,
     padding=0,
     far=False,
-):
-    """What the launch of such a call would compile: tensors without memory are enough to ask.
+) -> Noted:
+    """The launch of such a call: tensors without memory are enough to ask.
 
     padding: by how many elements each head is further from the next than it must be; far: with batch rows that are
     more than 2³¹ elements apart.
@@ -64,8 +63,9 @@ def specialise(
         RopeFlags(layout, interleaved, rotary_offset=rotary_offset, inplace=inplace, pair_block=pair_block),
         _empty(cos.shape[-1], dtype=index_dtype) if kind.endswith("axes") else None,
     )
-    launch = prepare(xs, call)
-    return replace(launch.spec, pointer_alignment=alignment)
+    on = NotingSteps(alignment)
+    rotate(Rotation(*xs, *[None] * (2 - len(xs)), call), on)
+    return on.launches["rotate_kernel"]
 
 
 def _empty(*shape, dtype):

@@ -197,9 +197,9 @@ def compare(
     if setting == "nodes":
         group = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("between", "within"))
     if setting in ("groups", "shared files"):
-        gathered.operations_of_group = gathered.kept_bytes = 0
+        gathered.operations_of_group = gathered.cached_bytes = 0
     if setting == "kept":
-        gathered.kept_bytes = 40 * B * K * (D + DV) * 8  # of 46 tokens the first of two ranks reads all, the other 36
+        gathered.cached_bytes = 40 * B * K * (D + DV) * 8  # of 46 tokens the first of two ranks reads all, the other 36
     if setting in ("shared files", "kept"):
         transport.transport_of = gathered.transport_of = functools.cache(
             lambda _: SharedFiles(SequenceLayout(group, T))
@@ -220,7 +220,7 @@ def compare(
 def compare_kernels(rank: int) -> None:
     """Compare a ring and a gather by Triton's kernels with one process, in float32."""
     interpreter.make_faster()
-    gathered.operations_of_group = gathered.kept_bytes = 0
+    gathered.operations_of_group = gathered.cached_bytes = 0
     generator = torch.Generator().manual_seed(1)
     layout = SequenceLayout(dist.group.WORLD, T)
     shapes = (1, T, H, D), (1, T, K, D), (1, T, K, D), (1, T, H, D), (1, H, T)

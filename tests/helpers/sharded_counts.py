@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers import stub_gpu
 from ropewalk import Rope
-from ropewalk.ops.attention.plans import cache
+from ropewalk.ops.launch import kinds
 from ropewalk.parallel import SequenceLayout, api, context_parallel_attention, gathered
 from ropewalk.parallel.transport import SymmetricMemory
 
@@ -38,7 +38,7 @@ def count(method: str) -> dict[str, int]:
     operators: those of PyTorch that no other one calls, and copies among them; calls: of functions of Python, the least
     of eight counts, which differ by some 20.
     """
-    cache.on_cpu = True
+    kinds.on_cpu = True
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     layout = SequenceLayout(dist.group.WORLD, T)
     memory = OwnMemory(layout)

@@ -198,9 +198,9 @@ def check_refusals_reach_all_ranks(rank: int) -> None:
         attend(norm=1.0)
     with context_parallel(layout):
         for name, value in {"mask": torch.ones(T, T).bool(), "key_lengths": torch.tensor([3])}.items():
-            with pytest.raises(ValueError, match=f"{name} was given within context_parallel"):
+            with pytest.raises(ValueError, match=f"{name} was passed within context_parallel"):
                 attention(x, x, x, **{name: value})
-        with pytest.raises(NotImplementedError, match="blocks was given within context_parallel"):
+        with pytest.raises(NotImplementedError, match="blocks was passed within context_parallel"):
             attention(x, x, x, blocks=BlockLists(torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int()))
         with pytest.raises(NotImplementedError, match="return_max_logits is True"):
             attention(x, x, x, return_max_logits=True)

@@ -256,10 +256,8 @@ def install() -> None:
     from ropewalk.ops.attention.hopper import support
     from ropewalk.ops.attention.triton.support import Triton
     from ropewalk.ops.cache import operator as append_operator
-    from ropewalk.ops.cache.triton import append_launch
+    from ropewalk.ops.launch import plan
     from ropewalk.ops.rope import backends as rope_backends
-    from ropewalk.ops.rope.triton import launch as rope_launch
-    from ropewalk.ops.rope.triton import norm_launch
 
     _patch(gpu, "capability", lambda device: (9, 0))
     _patch(gpu, "is_nvidia", lambda device: True)
@@ -277,28 +275,15 @@ def install() -> None:
         refusal = triton_why_not(backend, call)
         return None if refusal is not None and refusal.code == "interpreter_bfloat16" else refusal
 
-    def on_gpu(init: Callable[[Any], None]) -> Callable[[Any], None]:
-        def init_on_gpu(launch: Any) -> None:
-            launch.device = 0  # a CPU's index is None
-            init(launch)
+    init_append = append_operator.Launcher.__init__
 
-        return init_on_gpu
+    def init_append_on_gpu(launcher: Any, call: Any) -> None:
+        init_append(launcher, call)
+        launcher.checks = False
 
-    prepare_append, init_append = append_operator._prepare, append_launch.Launch.__init__
-
-    def prepare_on_gpu(call: Any, key: Any) -> Any:
-        plan = prepare_append(call, key)
-        plan.reads_values = False
-        return plan
-
-    def init_append_on_gpu(launch: Any, spec: Any, n_programs: int, device: int, *others: Any) -> None:
-        init_append(launch, spec, n_programs, 0, *others)
-
-    _patch(append_operator, "_prepare", prepare_on_gpu)
-    _patch(append_launch.Launch, "__init__", init_append_on_gpu)
+    _patch(plan, "_no_stream", zero)
+    _patch(append_operator.Launcher, "__init__", init_append_on_gpu)
     _patch(Triton, "why_not", why_not_on_gpu)
-    for launch_class in (rope_launch.Launch, norm_launch.KernelLaunch):
-        _patch(launch_class, "__post_init__", on_gpu(launch_class.__post_init__))
 
 
 def _order(backends: Any, call: Any) -> tuple[str, ...]:

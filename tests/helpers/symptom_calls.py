@@ -140,7 +140,7 @@ def check_documents_have_positions_of_the_whole_sequence(rank: int) -> None:
     whole = torch.cat((torch.arange(8), torch.arange(T - 8)))
     assert torch.equal(unshard_sequence(layout.positions, layout, dim=0), whole)
     q, k, v = (shard_sequence(x, layout) for x in _qkv())
-    with context_parallel(layout), pytest.raises(ValueError, match="cu_seqlens_q was given within context_parallel"):
+    with context_parallel(layout), pytest.raises(ValueError, match="cu_seqlens_q was passed within context_parallel"):
         attention(q[0], k[0], v[0], cu_seqlens_q=bounds, cu_seqlens_k=bounds, layout="thd")
 
 

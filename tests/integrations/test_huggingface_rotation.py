@@ -500,8 +500,9 @@ def test_a_repeated_rotation_enters_few_functions(rotate):
         sys.setprofile(None)
     assert "apply_rope" not in entered
     if tracing.has_guards():
-        # Ours and the one in it, torch.compile's constant, the repeater; its forward, what saves, and PyTorch's two.
-        assert len(entered[: entered.index("rotated")]) <= 8, entered
+        # Ours and the one in it, torch.compile's constant, the repeater; a function and its step, what saves, and
+        # PyTorch's three.
+        assert len(entered[: entered.index("rotated")]) <= 10, entered
 
 
 def test_each_width_of_tables_is_checked(stub):

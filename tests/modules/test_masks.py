@@ -7,11 +7,12 @@ import weakref
 
 import pytest
 import torch
-from helpers.modes import needs_kernels
+from helpers.modes import INTERPRETED, needs_kernels
 from helpers.writes import WRITES
 
 from ropewalk.modules import masks
 from ropewalk.modules.masks import drop_equal_rows, find_key_bounds, keep, masks_only, read_keys, read_mask, recall
+from ropewalk.ops.launch import kinds
 
 pytestmark = pytest.mark.both_modes
 
@@ -131,6 +132,16 @@ def test_masks_without_rows_or_keys_are_read(device):
             assert as_lists(read[1:]) == ([0] * batch, [0] * batch)
 
 
+def test_a_mask_is_read_by_a_plan_as_without(rows, monkeypatch):
+    monkeypatch.setattr(kinds, "on_cpu", INTERPRETED)
+    for mask in (rows, rows.long(), torch.where(rows[:, None, None], 0.0, -torch.inf)):
+        read = [read_mask(mask, 5, 2, 4) for _ in range(3)]
+        other = read_mask(mask.flip(0), 5, 2, 4)
+        for results in read:
+            assert_reads(results, rows.cpu())
+        assert_reads(other, rows.flip(0).cpu())
+
+
 def test_nan_is_none_of_zero(device):
     mask = torch.tensor([0.0, torch.nan, 0.0], device=device)[None, None, None]
     assert read_keys(mask, 1, 3).allowed.flatten().tolist() == [True, False, True]
@@ -141,8 +152,13 @@ def test_nan_is_none_of_zero(device):
 def test_the_kernel_is_launched_once_and_no_operator_computes(rows, monkeypatch, device):
     """And reads what PyTorch's operators read."""
     launches = []
-    load = masks._load_launch
-    monkeypatch.setattr(masks, "_load_launch", lambda *key: lambda *given: launches.append(load(*key)(*given)))
+    load = masks._load_kernel
+
+    def load_and_note(*key):
+        read = load(*key)
+        return lambda *given: launches.append(given) or read(*given)
+
+    monkeypatch.setattr(masks, "_load_kernel", load_and_note)
     monkeypatch.setattr(masks, "is_readable", lambda x: False)  # a CPU's values are checked by operators
     of_keys = rows[:, None, None]
     additive = torch.where(of_keys, 0.0, -torch.inf)
@@ -154,7 +170,7 @@ def test_the_kernel_is_launched_once_and_no_operator_computes(rows, monkeypatch,
         assert not {event.name for event in profile.function_events} & COMPUTING
         launches.clear()
         with monkeypatch.context() as without:
-            without.setattr(masks, "_find_launch", lambda mask: None)
+            without.setattr(masks, "_find_kernel", lambda mask: None)
             expected = read_mask(mask, 5, 2, 4)
         assert all(torch.equal(x, y) for x, y in zip(read, expected, strict=True))
 
@@ -163,7 +179,7 @@ COMPUTING = {f"aten::{name}" for name in ("arange", "where", "amax", "amin", "mi
 
 
 def test_the_operators_of_the_other_form_are_those_that_the_kernel_spares(rows, monkeypatch):
-    monkeypatch.setattr(masks, "_find_launch", lambda mask: None)
+    monkeypatch.setattr(masks, "_find_kernel", lambda mask: None)
     with torch.autograd.profiler.profile() as profile:
         read_mask(rows.long(), 5, 2, 4)
     spared = COMPUTING - {"aten::any", "aten::eq"}

@@ -315,13 +315,13 @@ class TestCompile:
         ({"layout": "tbhd"}, ValueError, "layout is 'tbhd', but must be one of 'bthd', 'bhtd', 'thd'"),
         ({"max_positions": -1}, ValueError, "max_positions is -1, but must not be negative"),
         ({"scaling": "yaarn"}, ValueError, "'yaarn', but must be one of 'default'"),
-        ({"scaling": "linear"}, TypeError, "factor was not given, but is a required parameter of 'linear'"),
-        ({"scaling": "dynamic", "factor": 2.0}, TypeError, "max_position_embeddings was not given, but is a required"),
+        ({"scaling": "linear"}, TypeError, "factor was not passed, but is a required parameter of 'linear'"),
+        ({"scaling": "dynamic", "factor": 2.0}, TypeError, "max_position_embeddings was not passed, but is a required"),
         ({"factor": 2.0}, TypeError, "factor is not a parameter of 'default'"),
         (
             {"scaling": "dynamic", "factor": 2.0, "max_position_embeddings": 8, "seq_len": 9},
             TypeError,
-            "seq_len must not be given",
+            "seq_len must not be passed",
         ),
     ],
 )

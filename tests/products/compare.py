@@ -18,7 +18,6 @@ from products import truth
 from products.calls import Call
 from ropewalk import attention, explain_choice
 from ropewalk.ops.attention.dropout import make_seed
-from ropewalk.ops.attention.plans import cache
 
 ROUNDINGS = 6
 FEW = 1024  # numbers, whose largest baseline's error is one draw of few
@@ -125,17 +124,6 @@ def backend_of(call: Call, impl: str | None) -> str | None:
             return explain_choice(**call.keywords(leaves), impl=impl).name
         except ValueError:
             return None
-
-
-@contextmanager
-def without_plans() -> Iterator[None]:
-    """Run calls as the first of a process."""
-    before = cache.on_gpu, cache.on_cpu
-    cache.on_gpu = cache.on_cpu = False
-    try:
-        yield
-    finally:
-        cache.on_gpu, cache.on_cpu = before
 
 
 def faults(found: Results, expected: Expected, slack: float = 1.0) -> list[str]:

@@ -255,11 +255,11 @@ def _install(target: Target) -> None:
     from triton.runtime import autotuner, cache
 
     from ropewalk import device as gpu
-    from ropewalk.ops.attention import backends, plans
+    from ropewalk.ops.attention import backends
     from ropewalk.ops.attention.blocks import tables as block_tables
     from ropewalk.ops.attention.libraries import sdpa
-    from ropewalk.ops.attention.triton import launcher
     from ropewalk.ops.attention.triton.support import Triton
+    from ropewalk.ops.launch import kinds, launcher
 
     if not target.key.startswith(triton.__version__):
         raise ValueError(f"target.key is of Triton {target.key[:8]}…, but must be of Triton {triton.__version__}")
@@ -277,7 +277,7 @@ def _install(target: Target) -> None:
     patch(sdpa, "may_use_cudnn", lambda: True)
     patch(block_tables, "_has_values", lambda x: False)  # lists that a kernel makes hold anything here
     _stand_in_for_cudnn()
-    plans.cache.on_cpu = True
+    kinds.on_cpu = True
     _build_for(target)
     settle_keys()
     # All jobs have these two modules.

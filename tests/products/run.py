@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from helpers.kinds import without_plans
 
 from products import calls, compare, cover, pack
 from products.table import NEUTRAL, Row, names_a_call
@@ -66,7 +67,7 @@ def check(
             when = "without a plan" if number == 0 else f"call {number}"
             try:
                 if number == 0:
-                    with compare.without_plans(), poisoned_memory():
+                    with without_plans(), poisoned_memory():
                         alone = found = compare.attend_by(call, impl)
                 else:
                     found = compare.attend_by(call, impl)
@@ -92,7 +93,7 @@ def _is_usual(row: Row, impl: str | None, seed: int, device: torch.device, sizes
     n_wrong = 0
     for other in range(OTHERS):
         call = calls.build(row, seed + 7919 * (other + 1), device, sizes, variant)
-        with compare.without_plans():
+        with without_plans():
             n_wrong += bool(compare.faults(compare.attend_by(call, impl), compare.expect(call)))
     return 2 * n_wrong > OTHERS
 

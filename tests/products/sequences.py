@@ -18,7 +18,6 @@ import json
 import linecache
 import os
 import random
-import sys
 import threading
 import time
 import zlib
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from helpers.kinds import without_plans
 from helpers.modes import ON_GPU
 from torch import Tensor
 
@@ -38,7 +38,9 @@ from products.compare import Expected, Results
 from products.run import begin, spread
 from products.table import FEATURES, NEUTRAL, Row, names_a_call
 from ropewalk import ExpoSB, ReRope, Rope, SelfExtend, T5Bias, attention
-from ropewalk.ops.attention import plans
+from ropewalk.ops.attention import tables
+from ropewalk.ops.launch import kinds, remembered
+from ropewalk.ops.launch.kinds import KINDS
 
 SEED = 11  # of all tensors: a truth is for every sequence
 MOST_TRUTHS = 300
@@ -723,7 +725,7 @@ class World:
 
     def _is_refused_without_plans(self, keywords: dict[str, Any]) -> bool:
         try:
-            with compare.without_plans():
+            with without_plans():
                 attention(**keywords, impl=self.impl)
         except (ValueError, TypeError, NotImplementedError):
             return True
@@ -942,7 +944,7 @@ def _free(world: World) -> None:
 
 
 def _keep_few(world: World) -> None:
-    plans.cache.MAX_PLANS, plans.cache.MAX_BACKWARDS = 3, 1
+    kinds.MAX_PLANS, kinds.MAX_BACKWARDS = 3, 1
 
 
 _ACTIONS: dict[str, Callable[[World], Any]] = {
@@ -955,29 +957,21 @@ _ACTIONS: dict[str, Callable[[World], Any]] = {
 
 def forget() -> None:
     """Drop all that calls of the library left behind: plans, tables and what was read of schemes."""
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("ropewalk.ops."):
-            continue
-        for field, value in list(vars(module).items()):
-            if isinstance(value, plans.Cache) or (
-                field.endswith(("_PLANS", "_remembered", "_fixed")) and hasattr(value, "clear")
-            ):
-                value.clear()
-            elif field == "_recent":
-                setattr(module, field, ())
+    KINDS.clear()
+    remembered._remembered.clear()
+    tables._fixed.clear()
 
 
 @contextlib.contextmanager
 def _planning(device: torch.device) -> Iterator[None]:
     """Plan calls on a device, and leave nothing behind."""
-    cache = plans.cache
-    before = cache.on_cpu, cache.MAX_PLANS, cache.MAX_BACKWARDS
-    cache.on_cpu = device.type == "cpu"
+    before = kinds.on_cpu, kinds.MAX_PLANS, kinds.MAX_BACKWARDS
+    kinds.on_cpu = device.type == "cpu"
     forget()
     try:
         yield
     finally:
-        cache.on_cpu, cache.MAX_PLANS, cache.MAX_BACKWARDS = before
+        kinds.on_cpu, kinds.MAX_PLANS, kinds.MAX_BACKWARDS = before
         forget()
 
 

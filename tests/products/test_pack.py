@@ -81,7 +81,7 @@ def test_what_is_done_is_not_done_again(tmp_path, given, monkeypatch):
 
 def test_sources_are_those_that_kernels_are_made_of():
     names = {str(path.relative_to(pack.ROOT)) for path in pack._sources()}
-    made_of = {"src/ropewalk/ops/attention/triton/launcher.c", "src/ropewalk/ops/attention/hopper/forward.py"}
+    made_of = {"src/ropewalk/ops/launch/launcher.c", "src/ropewalk/ops/attention/hopper/forward.py"}
     assert made_of | {"tests/products/pack.py", "tests/helpers/stub_cuda.c"} <= names
 
 

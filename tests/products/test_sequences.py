@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,12 @@ from helpers.modes import ON_GPU, needs_kernels
 
 from products import sequences
 from products.sequences import SEED, replay, run_sequences
-from ropewalk.ops.attention import plans
-from ropewalk.ops.attention.plans import find, leaves, made, norms
-from ropewalk.ops.attention.tables import identity_of
+from ropewalk.ops.attention.plans.inputs import UNCHECKED, Inputs
+from ropewalk.ops.attention.plans.norms import NORMS
+from ropewalk.ops.launch import kinds, record
+from ropewalk.ops.launch.record import Record
+from ropewalk.ops.tracing import make_matcher
+from ropewalk.schemes import PositionScheme
 
 pytestmark = needs_kernels
 
@@ -55,63 +57,79 @@ def test_the_sequences_of_a_day_are_right(impl: str | None) -> None:
 
 # === planted faults ===
 
-
-def describe_without_identity(tensors: Any) -> Any:
-    return tuple((index, *rest) for index, _, *rest in leaves.describe(tensors))
+Patch = tuple[Any, str, Any]  # an object, its attribute, and the value that is wrong
 
 
-def describe_without_strides(tensors: Any) -> Any:
-    return tuple((*a, *b) for *a, _, b in ((*x[:4], x[4], x[5:]) for x in leaves.describe(tensors)))
+def in_key(key: Any, of: Record[Any] = UNCHECKED) -> list[Patch]:
+    """Plant a fault in the keys of a record, and let no matcher find kinds before."""
+    return [(kinds, "has_guards", lambda: False), (of, "key", key)]
 
 
-def describe_in_one_slot(tensors: Any) -> Any:
+def in_both(wrong: Record[Any]) -> list[Patch]:
+    """Let another record's keys and matchers stand for those of `attention`."""
+    return [(UNCHECKED, name, getattr(wrong, name)) for name in ("key", "make_match")]
+
+
+def without_identity(of: Record[Any] = UNCHECKED) -> Any:
+    key = of.key
+    return lambda call: key(call)[:-1]
+
+
+def without_strides() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "_METADATA", [name for name in record._METADATA if name != "stride()"])
+        return Record(UNCHECKED.kind, identify=UNCHECKED.identify).key
+
+
+def in_one_slot(call: Any, key: Any = UNCHECKED.key) -> Any:
     """Tell which tensors there are, and not which arguments they are."""
-    return tuple(tuple(rest) for _, _, *rest in leaves.describe(tensors))
+    return tuple(part for part in key(call)[:-1] if part is not None)
 
 
-def forget_flag(name: str) -> Callable[..., Any]:
-    index = leaves.Flags._fields.index(name)
-
-    def find_call(given: Any, position: Any, flags: Any, of_blocks: Any) -> Any:
-        return find.find_call(given, position, (*flags[:index], None, *flags[index + 1 :]), of_blocks)
-
-    return find_call
+def matcher_without_identity(*tensors: Any) -> Any:
+    check = make_matcher(*apart(tensors))
+    return lambda *others: check(*apart(others))
 
 
-def identity_without_values(position: Any) -> Any:
-    return None if identity_of(position) is None else (type(position),)
+def apart(tensors: Any) -> list[Any]:
+    """Return tensors of which none comes twice."""
+    return [x.detach() if any(x is y for y in tensors[:index]) else x for index, x in enumerate(tensors)]
 
 
-def make_once(rows: Any, given: Any, position: Any) -> Any:
-    """Return the table of the first call: a stale one."""
-    if not hasattr(rows, "stale"):
-        rows.stale = _make(rows, given, position)
-    return rows.stale
+def gather_once(inputs: Any, call: Any, gather: Any = Inputs.gather) -> Any:
+    """Read the positions of the first call: its plan has a stale table."""
+    if not hasattr(inputs, "stale"):
+        names = ("positions_q", "positions_k")
+        inputs.stale = {name: getattr(call.arguments, name).clone() for name in names}
+    return gather(inputs, call._replace(arguments=call.arguments._replace(**inputs.stale)))
 
 
-_make = made.Rows.make
 INFERENCE = {"gradients": "none"}
 ONE_TENSOR = {"scheme": "rope", "positions": "one tensor", **INFERENCE}
-FAULTS: dict[str, tuple[dict[str, str], list[tuple[Any, str, Any]]]] = {
-    "identity": (ONE_TENSOR, [(find, "describe", describe_without_identity)]),
-    "identity of a norm": (
-        {**ONE_TENSOR, "norm": "before"},
-        [(find, "describe", describe_without_identity), (norms, "describe", describe_without_identity)],
+FAULTS: dict[str, tuple[dict[str, str], list[Patch]]] = {
+    "identity": (ONE_TENSOR, in_key(without_identity())),
+    "identity in a matcher": (ONE_TENSOR, [(record, "make_matcher", matcher_without_identity)]),
+    "identity of a norm": ({**ONE_TENSOR, "norm": "before"}, in_key(without_identity(NORMS.record), NORMS.record)),
+    "strides": ({"mask": "pairs", **INFERENCE}, in_key(without_strides())),
+    "slots": ({"key_starts": "given", **INFERENCE}, in_key(in_one_slot)),
+    "scale": (
+        {"scale": "given", **INFERENCE},
+        in_both(Record(UNCHECKED.kind, ("scale",), UNCHECKED.identify)),
     ),
-    "strides": ({"mask": "pairs", **INFERENCE}, [(find, "describe", describe_without_strides)]),
-    "slots": ({"key_starts": "given", **INFERENCE}, [(find, "describe", describe_in_one_slot)]),
-    "scale": ({"scale": "given", **INFERENCE}, [(plans, "find_call", forget_flag("scale"))]),
-    "scheme": ({"scheme": "rope", **INFERENCE}, [(find, "identity_of", identity_without_values)]),
-    "stale table": (ONE_TENSOR, [(made.Rows, "make", make_once)]),
+    "scheme": (
+        {"scheme": "rope", **INFERENCE},
+        in_both(Record(UNCHECKED.kind, identify={PositionScheme: type})),
+    ),
+    "stale table": (ONE_TENSOR, [(Inputs, "gather", gather_once)]),
 }
 
 
 @pytest.mark.skipif(ON_GPU, reason="its changes compile kernels there")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_planted_fault_is_found_and_cut_down(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    row, places = FAULTS[kind]
-    for place, name, fault in places:
-        monkeypatch.setattr(place, name, fault)
+    row, patches = FAULTS[kind]
+    for owner, name, fault in patches:
+        monkeypatch.setattr(owner, name, fault)
     report = run_sequences(5, 120, rows=[row], most_failures=1, most_calls=500)
     (failure,) = report.failures
     print(report.calls, failure.text)

@@ -47,7 +47,7 @@ def test_the_command_line_wins_over_a_file_and_that_over_a_preset(tmp_path, name
         ({"length_multiples": [1, 2, 3]}, "must rise from 1 or more, and divide the last"),
         ({"num_heads": 3}, "must be divisible by num_heads"),
         ({"checkpoint_every": 15}, "log_every is 10, but must divide checkpoint_every, 15"),
-        ({"scheme_options": {"rerope": {"windo": 3}}}, "'rerope' cannot be made with .*windo"),
+        ({"scheme_options": {"rerope": {"windo": 3}}}, "'rerope' cannot be built with .*windo"),
     ],
 )
 def test_values_that_cannot_be(values, message):

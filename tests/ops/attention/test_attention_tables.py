@@ -19,6 +19,7 @@ from ropewalk.ops.attention import tables as memory
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, token_positions
 from ropewalk.ops.attention.tables import map_features, resolve_scheme, with_rows
 from ropewalk.ops.attention.validate import Arguments, validate
+from ropewalk.ops.launch import remembered
 from ropewalk.schemes import (
     Alibi,
     ExpoSB,
@@ -34,8 +35,8 @@ from ropewalk.schemes import (
 
 @pytest.fixture(autouse=True)
 def _forget():
-    memory._remembered.clear()
-    memory._captured.clear()
+    remembered._remembered.clear()
+    remembered._captured.clear()
 
 
 def validated(q, k, **keywords):
@@ -522,7 +523,7 @@ def test_the_memory_does_not_grow_without_end(device, monkeypatch):
     for base in range(50):
         resolved(device, Rope(100.0 + base))
     gc.collect()
-    assert len(memory._remembered) <= memory._MOST_REMEMBERED
+    assert len(remembered._remembered) <= remembered._MOST_REMEMBERED
     assert first() is None
     calls = made(monkeypatch, Rope, "rotation")
     resolved(device, Rope(149.0))  # the newest is still there
@@ -530,7 +531,7 @@ def test_the_memory_does_not_grow_without_end(device, monkeypatch):
 
 
 def test_what_was_used_last_is_kept_longest(device, monkeypatch):
-    for base in range(memory._MOST_REMEMBERED):
+    for base in range(remembered._MOST_REMEMBERED):
         resolved(device, Rope(100.0 + base))
     resolved(device, Rope(100.0))
     resolved(device, Rope(1.5))
@@ -556,7 +557,7 @@ def test_what_is_to_be_learned_is_made_anew(device):
     with torch.no_grad():
         resolved(device, Alibi(slopes))
     assert resolved(device, Alibi(slopes)).score_mod_params.requires_grad
-    assert not memory._remembered
+    assert not remembered._remembered
 
 
 @dataclass(frozen=True, eq=False)

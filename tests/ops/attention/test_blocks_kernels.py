@@ -3,17 +3,21 @@
 import pytest
 import torch
 from helpers.block_lists import draw_lists, expand_lists, to_device
+from helpers.kinds import kinds_of
 from helpers.modes import KERNEL_DTYPES, ON_GPU, needs_kernels
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import Alibi, BlockLists, ExpoSB, QKNorm, ReRope, Rope, SelfExtend, T5Bias, attention
-from ropewalk.ops.attention import dropout, plans, reference
+from ropewalk.ops.attention import dropout, reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.blocks import builders
 from ropewalk.ops.attention.blocks.tables import find_tables
 from ropewalk.ops.attention.call import flatten
 from ropewalk.ops.attention.gate.operation import gate_plainly
+from ropewalk.ops.attention.plans.planned import PlannedCall
+from ropewalk.ops.launch import kinds
+from ropewalk.ops.launch.kinds import KINDS
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
 pytestmark = needs_kernels
@@ -352,7 +356,8 @@ def test_counts_and_indices_that_lie_read_nothing_else(device, monkeypatch):
 
 
 def test_tables_are_those_of_plain_pytorch(device, monkeypatch):
-    for full, batch in ((False, 1), (True, B)):
+    monkeypatch.setattr(kinds, "on_cpu", True)
+    for full, batch in 3 * ((False, 1), (True, B)):  # the last by plans
         lists = to_device(draw_lists(batch, H, 400, 700, (64, 64), 9, full=full), device)
         q, k = torch.empty(B, 400, H, D, device=device), torch.empty(B, 700, H, D, device=device)
         ours = find_tables(lists, q, k, "bthd", None)
@@ -381,8 +386,9 @@ def test_constructors_list_the_same_as_plain_pytorch(device, monkeypatch, causal
         lambda: BlockLists.top_k(scores, 3, n_queries=600, n_keys=570, causal=causal, own=causal, block_k=64),
         lambda: BlockLists.from_mask(torch.rand(1, 2, 200, 300, device=device) > 2),
     ]
+    monkeypatch.setattr(kinds, "on_cpu", True)
     for make in makers:
-        ours = make()
+        ours = [make() for _ in range(3)][-1]  # by its plan, if its call has tensors
         with monkeypatch.context() as patch:
             patch.setattr(builders, "_runs_kernel", lambda device: False)
             plain = make()
@@ -401,26 +407,24 @@ def lists_of(lists):
 
 @SLOW
 def test_plans_give_the_same_bits_and_read_new_lists(device, monkeypatch):
-    monkeypatch.setattr(plans.cache, "on_cpu", True)
-    plans.FORWARDS.clear()
-    plans.CALLS.clear()
+    monkeypatch.setattr(kinds, "on_cpu", True)
+    KINDS.clear()
     tensors = qkv(200, 200, torch.float32, device)
     grads = [torch.randn(B, 200, H, DV, device=device), torch.randn(B, H, 200, device=device)]
     planned = []
     for seed in range(4):
         lists = to_device(draw_lists(1, H, 200, 200, (64, 64), 3, seed=seed), device)
         planned.append(results(tensors, grads, "triton", blocks=lists, causal=True)[0])
-    assert any(isinstance(plan, plans.PlannedCall) for plan in plans.CALLS.found.values())
+    assert any(isinstance(kind, PlannedCall) for kind in kinds_of())
     dense = results(tensors, grads, "triton", causal=True)[0]
     assert not torch.equal(dense[0], planned[0][0])
-    monkeypatch.setattr(plans.cache, "on_cpu", False)
-    monkeypatch.setattr(plans.cache, "on_gpu", False)
+    monkeypatch.setattr(kinds, "on_cpu", False)
+    monkeypatch.setattr(kinds, "on_gpu", False)
     for seed, ours in enumerate(planned):
         lists = to_device(draw_lists(1, H, 200, 200, (64, 64), 3, seed=seed), device)
         plain = results(tensors, grads, "triton", blocks=lists, causal=True)[0]
         assert all(torch.equal(x, y) for x, y in zip(ours, plain, strict=True))
-    plans.FORWARDS.clear()
-    plans.CALLS.clear()
+    KINDS.clear()
 
 
 @SLOW

@@ -13,8 +13,8 @@ from helpers.modes import needs_kernels
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ropewalk import PositionScheme, ReRope, Rope, SelfExtend, attention, explain_choice
-from ropewalk.ops.attention import tables as memory
 from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.launch import remembered
 from ropewalk.testing import assert_close_to_truth
 
 IMPLS = [pytest.param("triton", marks=needs_kernels), "reference"]
@@ -320,7 +320,7 @@ def test_tables_are_made_once_for_many_lengths(device, monkeypatch):
     calls = []
     make = ReRope.far_rotation
     monkeypatch.setattr(ReRope, "far_rotation", lambda *rest: (calls.append(rest[3]), make(*rest))[1])
-    memory._remembered.clear()
+    remembered._remembered.clear()
 
     def run(tokens, position):
         q, k, v = (x.transpose(1, 2) for x in draw_one(device, queries=tokens, keys=tokens))

@@ -27,21 +27,10 @@ from ropewalk.ops.arguments import is_set
 from ropewalk.ops.attention import backends, pages, reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backend import Wanted, why_unread
-from ropewalk.ops.attention.call import (
-    IS_TENSOR,
-    LEAVES,
-    NOT_IN_PROGRAM,
-    SCHEMA,
-    AttentionCall,
-    fields_of,
-    flatten_fields,
-    from_bhtd,
-    leaves_of,
-    schema_of,
-    unflatten_fields,
-)
+from ropewalk.ops.attention.call import LEAVES, NOT_IN_PROGRAM, SCHEMA, AttentionCall, from_bhtd
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.hopper import support as hopper
+from ropewalk.ops.launch.record import Record
 from ropewalk.testing import assert_close_to_truth
 
 LISTS = {
@@ -294,21 +283,20 @@ def test_reasons_are_looked_at_in_their_order(device):
 )
 def test_a_field_in_the_middle_needs_no_other_change(after, hint, value, schema):
     record = extend(after, hint=hint, default=None if schema == "Tensor?" else 0)
-    fields = fields_of(record, NOT_IN_PROGRAM)
-    leaves = leaves_of(fields)
-    names = [leaf.name for leaf in leaves]
+    described: Record[Any] = Record(record, NOT_IN_PROGRAM)
+    names = list(described.names)
     assert tuple(name for name in names if name != "logit_bias") == LEAVES
     following = AttentionCall._fields[AttentionCall._fields.index(after) + 1 :]
     next_field = next((name for name in following if name not in NOT_IN_PROGRAM), None)
     place = names.index("logit_bias")
     assert next_field is None or names[place + 1].startswith(next_field)
-    assert sorted(schema_of(leaves).split(", ")) == sorted([*SCHEMA.split(", "), f"{schema} logit_bias"])
+    assert sorted(described.schema.split(", ")) == sorted([*SCHEMA.split(", "), f"{schema} logit_bias"])
     xs = tensors("dense", torch.device("cpu"), torch.float32)
     keywords = {"position": Rope(), "causal": True, "key_lengths": torch.tensor([9, T])}
     call = record(**make_call(*xs, **keywords)._asdict())._replace(logit_bias=value)
-    values = flatten_fields(call, fields)
+    values = described.flatten(call)
     assert values[place] is value
-    again = unflatten_fields(record, fields, iter(values))
+    again = described.unflatten(values)
     assert type(again) is record
     for name in record._fields:
         mine, theirs = getattr(again, name), getattr(call, name)
@@ -317,7 +305,7 @@ def test_a_field_in_the_middle_needs_no_other_change(after, hint, value, schema)
 
 
 def test_leaves_are_the_records():
-    assert len(LEAVES) == len(IS_TENSOR) == len(set(LEAVES))
+    assert len(LEAVES) == len(set(LEAVES))
     assert {name for name in AttentionCall._fields if name not in NOT_IN_PROGRAM} - set(LEAVES) == {
         "blocks",
         "tables",

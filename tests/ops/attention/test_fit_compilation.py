@@ -22,11 +22,10 @@ from triton.runtime.errors import OutOfResources
 
 from ropewalk import ReRope, Rope, SelfExtend, T5Bias, attention
 from ropewalk.ops.attention.api import make_call
-from ropewalk.ops.attention.backend import AT_ONCE, AtOnce
-from ropewalk.ops.attention.plans import cache
 from ropewalk.ops.attention.triton import config, decode_launch
 from ropewalk.ops.attention.triton.launch_common import launch_fitting
-from ropewalk.ops.rope.triton import norm_kernel
+from ropewalk.ops.launch import kinds
+from ropewalk.ops.launch.steps import AT_ONCE, AtOnce
 from ropewalk.testing import assert_close_to_truth
 
 # Others each day; `tools/fit.py` compiles any of them again.
@@ -125,10 +124,8 @@ def test_widest_rows_of_norms_fit(monkeypatch: pytest.MonkeyPatch, gpu: str) -> 
     compile_source = lambda source, target, options: found.append(memory_of(source, target, options)[0])  # noqa: E731
     monkeypatch.setattr(triton, "compile", compile_source)
     keywords = {"heads": (64, 8), "weight": "across", "norm": {"across_heads": True}, "interleaved": True}
-    for name, kernel in NORM_KERNELS.items():
-        norm_kernel.compile_kernel(
-            kernel, specialise_norm(name, dtype="fp64", weight_dtype="fp64", **keywords), GPUS[gpu]
-        )
+    for name in NORM_KERNELS:
+        specialise_norm(name, dtype="fp64", weight_dtype="fp64", **keywords).compile(GPUS[gpu])
     assert max(found) <= SHARED_MEMORY[gpu]
 
 
@@ -228,7 +225,7 @@ def test_decoding_with_smaller_tiles_is_right(
 def attend_within(limit: int, is_packed: bool) -> list[Any]:
     """Record the launches of five equal calls on a GPU with so much shared memory."""
     triton.compiler.compiler.max_shared_mem = lambda device: limit
-    cache.on_cpu = True
+    kinds.on_cpu = True
     queries = 200 if is_packed else 1
     q, k, v = (torch.zeros(1, tokens, 4, 128, dtype=torch.bfloat16) for tokens in (queries, 4096, 4096))
     keywords: dict[str, Any] = {"impl": "triton"}

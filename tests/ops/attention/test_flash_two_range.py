@@ -11,6 +11,7 @@ from products.imagined import imagined_gpu, refusal_on_gpu
 from ropewalk import ReRope, Rope, SelfExtend, attention, explain_choice, torch_attention
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.libraries import flash_two_range as flash_far
+from ropewalk.ops.launch import kinds
 from ropewalk.testing import assert_close_to_truth, unchanged
 
 T, W = 50, 13
@@ -87,6 +88,20 @@ def test_merging_takes_any_number_of_heads(monkeypatch, device):
     out, lse = torch.zeros(700, 3, 100, 1, device=device), torch.zeros(700, 100, 3, device=device)
     merge.merge(out, lse, out[:, 1:], lse[..., 1:])
     assert grids == [(70000,)]
+
+
+@needs_kernels
+def test_merging_by_a_plan_changes_no_bit(monkeypatch, device):
+    from ropewalk.ops.attention.libraries import merge
+
+    monkeypatch.setattr(kinds, "on_cpu", True)
+    merged = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        out, lse = torch.randn(2, 40, 3, 16, device=device), torch.randn(2, 3, 40, device=device)
+        merge.merge(out, lse, torch.randn_like(out[:, 5:]), torch.randn_like(lse[..., 5:]))
+        merged.append((out, lse))
+    assert all(torch.equal(x, y) for others in merged[1:] for x, y in zip(merged[0], others, strict=True))
 
 
 @needs_kernels

@@ -10,15 +10,17 @@ import torch
 from helpers.attention_calls import draw
 from helpers.attention_launches import launches_of
 from helpers.compile import compile_launch
+from helpers.kinds import kinds_of
 from helpers.modes import HAS_KERNELS, INTERPRETED, KERNEL_DTYPES, needs_kernels
 from helpers.targets import SHARED_MEMORY, TARGETS, resources, spilled_bytes
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import Alibi, ReRope, Rope, attention, explain_choice
-from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.call import flatten
 from ropewalk.ops.attention.gate import operation
+from ropewalk.ops.launch import kinds
+from ropewalk.ops.launch.kinds import KINDS
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
 B, T, H, K, D, DV = 2, 21, 4, 2, 16, 8
@@ -91,7 +93,7 @@ def test_kernels(device, dtype, shape, order, strides, per_feature):
     leaves = [out.detach().requires_grad_(), gate.detach().requires_grad_()]
     with unchanged((out, gate, grad)), poisoned_memory():
         gated = operation.apply_gate(*leaves)
-        assert type(gated.grad_fn).__name__ == "_GateBackward"
+        assert type(gated.grad_fn).__name__ == "GateBackward"
         grads = torch.autograd.grad(gated, leaves, grad)
         alone = [torch.autograd.grad(operation.apply_gate(*leaves), x, grad)[0] for x in leaves]
         with torch.no_grad():
@@ -346,16 +348,15 @@ def test_transforms(device):
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 def test_planned_calls_are_gated(device, monkeypatch, layout):
     """A plan gates its output. Calls without a gate, and with gates of other strides, have plans of their own."""
-    monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
-    plans.FORWARDS.clear()
-    plans.CALLS.clear()
+    monkeypatch.setattr(kinds, "on_cpu", INTERPRETED)
+    KINDS.clear()
     q, k, v = draw(device, layout=layout)
     gates = [draw_gate(device, torch.float32, (*rows_of(layout), D), strides) for strides in STRIDES]
     gates.append(draw_gate(device, torch.float32, rows_of(layout)))
     outs = [attention(q, k, v, gate=gate, layout=layout, impl="triton") for gate in (None, None, *gates)]
-    assert [x.gates for x in plans.CALLS.found.values()] == [False]
+    assert [x.gates for x in kinds_of()] == [False]
     again = [attention(q, k, v, gate=gate, layout=layout, impl="triton") for gate in (*gates, *gates)]
-    assert [x.gates for x in plans.CALLS.found.values()] == [False, *[True] * len(gates)]
+    assert [x.gates for x in kinds_of()] == [False, *[True] * len(gates)]
     for gate, gated in zip(3 * gates, outs[2:] + again, strict=True):
         torch.testing.assert_close(gated.double(), define(outs[0], gate), rtol=2e-6, atol=1e-6)
     with pytest.raises(ValueError, match="gate has shape"):
@@ -374,8 +375,7 @@ def test_planned_calls_are_gated(device, monkeypatch, layout):
         for _ in range(3):
             out = attention(*leaves[:3], gate=leaves[3], layout=layout, impl="triton")
             torch.testing.assert_close(torch.autograd.grad(out, leaves[:3], ones), truth[:3], rtol=1e-4, atol=1e-5)
-    kinds = [x.gates for x in plans.CALLS.found.values() if x is not None]  # None: the reference's
-    assert kinds == [False, *[True] * (len(gates) + 4)]
+    assert [x.gates for x in kinds_of()] == [False, *[True] * (len(gates) + 4)]
 
 
 @pytest.mark.parametrize(
@@ -454,8 +454,8 @@ def test_kernels_compile_without_spills(tmp_path, target, per_feature, dtype, fe
     gate = torch.empty(2, 64, 4, 2 * features, dtype=dtype)[..., features:] if per_feature else out[..., 0].contiguous()
     launches = []
     steps = SimpleNamespace(launch=lambda kernel, n, /, **given: launches.append((kernel, (), given)))
-    kernel.forward(out, gate, steps)
-    kernel.backward(out, out, gate, True, True, steps)
+    kernel.forward(kernel.GatedOutput(out, gate), steps)
+    kernel.backward(kernel.GateGradients(out, out, gate, True, True), steps)
     assert len(launches) == 2
     for launch in launches:
         compiled = compile_launch(*launch, TARGETS[target])
@@ -471,10 +471,8 @@ def test_kernels_compile_without_spills(tmp_path, target, per_feature, dtype, fe
 @needs_kernels
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "output", "gate"])
 def test_its_own_launches_are_planned(device, monkeypatch, wanted):
-    monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
-    caches = operation._FORWARDS, operation._BACKWARDS
-    for cache in caches:
-        cache.clear()
+    monkeypatch.setattr(kinds, "on_cpu", INTERPRETED)
+    KINDS.clear()
     out = torch.randn(B, T, H, DV, device=device)
     gate = draw_gate(device, torch.float32, out.shape, "slice")
     grad = torch.randn_like(out)
@@ -485,8 +483,8 @@ def test_its_own_launches_are_planned(device, monkeypatch, wanted):
         results.append([gated, *torch.autograd.grad(gated, [x for x in leaves if x.requires_grad], grad)])
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
-    assert [len(cache.found) for cache in caches] == [1, 1]
-    assert all(plan is not None for cache in caches for plan in cache.found.values())
+    assert [len(kinds_of(x)) for x in operation._operations()] == [1, 1]
+    assert all(None not in kind.plans.values() for kind in KINDS.found.values())
 
 
 GATED = {"feature": (256, 1), "head": (1, None)}  # strides of a token, and of a feature

@@ -128,9 +128,9 @@ def test_lists_of_ranges(device, kind, bounds, sizes, of):
 @pytest.mark.parametrize("of", ["rows", "columns"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_lists_of_packed_sequences(device, kind, of):
-    from ropewalk.ops.attention.backend import AT_ONCE
     from ropewalk.ops.attention.hopper.ranges import BLOCK, list_ranges
     from ropewalk.ops.attention.triton.launch_common import schedule_tiles
+    from ropewalk.ops.launch.steps import AT_ONCE
 
     (q, k, v), starts = pack(device, *LENGTHS["different"])
     given = {f"positions_{name}": positions_of(kind, device, len(x)) for name, x in (("q", q), ("k", k))}

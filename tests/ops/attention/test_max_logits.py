@@ -9,13 +9,16 @@ import torch
 from helpers.attention_calls import draw, refusal_of
 from helpers.attention_launches import launches_of
 from helpers.compile import compile_launch
+from helpers.kinds import kinds_of
 from helpers.modes import HAS_KERNELS, INTERPRETED, KERNEL_DTYPES, needs_kernels, on_gpu
 from helpers.targets import SHARED_MEMORY, TARGETS, resources, spilled_bytes
 
 from ropewalk import Alibi, ExpoSB, NoPosition, ReRope, Rope, attention, explain_choice
-from ropewalk.ops.attention import plans, reference
+from ropewalk.ops.attention import reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.call import flatten
+from ropewalk.ops.launch import kinds
+from ropewalk.ops.launch.kinds import KINDS
 
 B, T, H, K, D, WINDOW = 2, 45, 4, 2, 16, 7
 IMPLS = ["reference", *(["triton"] if HAS_KERNELS else [])]
@@ -275,18 +278,17 @@ def test_transforms(device):
 @needs_kernels
 def test_plans_are_left_alone(device, monkeypatch):
     """A call with max logits neither makes a plan nor takes that of the same call without."""
-    monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
-    plans.FORWARDS.clear()
-    plans.CALLS.clear()
+    monkeypatch.setattr(kinds, "on_cpu", INTERPRETED)
+    KINDS.clear()
     q, k, v = draw(device, queries=T, keys=T)
     for _ in range(3):
         attention(q, k, v, impl="triton")
-    n_plans = len(plans.CALLS.found)
+    n_plans = len(kinds_of())
     assert n_plans == 1
     for _ in range(3):
         _, largest = attention(q, k, v, impl="triton", return_max_logits=True)
     assert_near(largest, define(q, k, "none", ahead(device) < math.inf))
-    assert len(plans.CALLS.found) == n_plans
+    assert len(kinds_of()) == n_plans
 
 
 def test_autocast(device):

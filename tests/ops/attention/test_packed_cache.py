@@ -9,15 +9,17 @@ import pytest
 import torch
 from helpers import stub_gpu
 from helpers.compile import Recorder, compile_launch, pretend_target
+from helpers.kinds import kinds_of
 from helpers.modes import KERNEL_DTYPES, needs_kernels
 from helpers.targets import TARGETS
 
 from ropewalk import attention
-from ropewalk.ops.attention import plans, reference
+from ropewalk.ops.attention import reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.triton import launch as triton_launch
 from ropewalk.ops.attention.triton import launch_common
 from ropewalk.ops.cache.formats import Format, dequantize, quantize
+from ropewalk.ops.launch import kinds
 from ropewalk.schemes import Alibi, NoPosition, ReRope, Rope
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
@@ -248,7 +250,7 @@ def test_compiled(device):
 
 def launch_thrice():
     """Record a step three times: without a plan, as it is made, and by it."""
-    plans.cache.on_cpu = True
+    kinds.on_cpu = True
     q = torch.zeros(13, 8, 64, dtype=torch.bfloat16)
     k, v = torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)
     where = {
@@ -264,14 +266,14 @@ def launch_thrice():
             records.append(
                 [(x.name, x.grid, [a for a in x.args if not isinstance(a, tuple)]) for x in stub_gpu.launches()]
             )
-    return records, [plan is not None for plan in plans.FORWARDS.found.values()]
+    return records, len(kinds_of())
 
 
 @pytest.mark.slow
 @pytest.mark.compile
 def test_plans_launch_the_same():
     (first, second, third), planned = stub_gpu.run(launch_thrice)
-    assert planned == [True]
+    assert planned == 1
     assert [name for name, _, _ in first] == ["schedule_kernel", "forward_kernel"]
     assert first == second == third
 

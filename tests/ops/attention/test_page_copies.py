@@ -13,15 +13,19 @@ import torch
 from helpers import stub_gpu
 from helpers.compile import Recorder, compile_launch, pretend_target
 from helpers.hopper_calls import on_hopper
+from helpers.kinds import kinds_of
 from helpers.modes import INTERPRETED, needs_kernels, on_gpu
 from helpers.targets import TARGETS
 
 from ropewalk import Alibi, ExpoSB, ReRope, Rope, attention, explain_choice
-from ropewalk.ops.attention import pages, plans
+from ropewalk.ops.attention import pages
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.hopper import support as hopper_support
+from ropewalk.ops.attention.plans.backward import FORWARDS
 from ropewalk.ops.attention.triton import gather
 from ropewalk.ops.cache.formats import Format, quantize
+from ropewalk.ops.launch import kinds
+from ropewalk.ops.launch.kinds import KINDS
 from ropewalk.testing import poisoned_memory, unchanged
 
 H, K = 4, 2
@@ -261,9 +265,8 @@ def test_many_sequences(device):
 @pytest.mark.parametrize("name", ["causal", "rope", "rerope"])
 def test_plans_read_what_the_device_holds_now(device, monkeypatch, name, packed):
     """Other lengths, tables and keys at the same shapes: the third call and those after it run by a plan."""
-    monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
-    for cache in (plans.CALLS, plans.FORWARDS):
-        cache.clear()
+    monkeypatch.setattr(kinds, "on_cpu", INTERPRETED)
+    KINDS.clear()
     for step in range(4):
         *tensors, where = draw(device, packed=packed)
         where["key_lengths"] = where["key_lengths"] - torch.tensor([step, 0, 0], device=device)
@@ -272,8 +275,7 @@ def test_plans_read_what_the_device_holds_now(device, monkeypatch, name, packed)
         elif step:
             where["cu_seqlens_q" if packed else "query_starts"] += 0
         check(tensors, where, **CALLS[name])
-    made = [plan for cache in (plans.CALLS, plans.FORWARDS) for plan in cache.found.values()]
-    assert any(plan is not None for plan in made)
+    assert kinds_of() + kinds_of(FORWARDS)
 
 
 RULE = {  # half as many packed queries do
@@ -397,7 +399,7 @@ def test_chunk_in_a_graph(device):
 
 def launch_thrice(packed, impl):
     """Record a step three times: without a plan, as it is made, and by it."""
-    plans.cache.on_cpu = True
+    kinds.on_cpu = True
     pages.MIN_ROWS = pages.MIN_PROGRAM_ROWS = 0
     q = torch.zeros(3, 70, 8, 64, dtype=torch.bfloat16)
     k, v = torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)
@@ -415,7 +417,7 @@ def launch_thrice(packed, impl):
             records.append(
                 [(x.name, x.grid, [a for a in x.args if not isinstance(a, tuple)]) for x in stub_gpu.launches()]
             )
-    return records, [plan is not None for plan in plans.FORWARDS.found.values()]
+    return records, len(kinds_of())
 
 
 @pytest.mark.slow
@@ -424,7 +426,7 @@ def launch_thrice(packed, impl):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
 def test_plans_launch_the_same(packed, impl):
     (first, second, third), planned = stub_gpu.run(launch_thrice, packed, impl)
-    assert planned == [True]
+    assert planned == 1
     between = ["schedule_kernel"] if packed else []
     assert [name for name, _, _ in first] == ["gather_kernel", *between, "forward_kernel"]
     assert first == second == third

@@ -9,9 +9,9 @@ from helpers.modes import on_gpu
 from helpers.paged_calls import STORED, exact_rows, fill_pages
 
 from ropewalk import Alibi, ReRope, Rope, apply_rope, attention, explain_choice, inverse_frequencies, rope_table
-from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.hopper import support
+from ropewalk.ops.launch import kinds
 from ropewalk.testing import assert_close_to_truth
 
 KINDS = list(STORED)
@@ -134,7 +134,7 @@ def test_a_graph_replays_with_other_lengths_and_tables(kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_give_the_same_bits(kind, device):
     q, k, v, words, pages, _ = make(kind, "lengths", device, dim=128, sinks=True)
-    plans.cache.FORWARDS.clear()
+    kinds.KINDS.clear()
     runs = [attention(q, k, v, impl="gluon", **words, **pages) for _ in range(4)]
     assert all(torch.equal(runs[0], run) for run in runs)
 

@@ -126,9 +126,9 @@ def test_positions_of_one_side(device, head_dim, lengths, given, learned, is_cau
 @pytest.mark.parametrize("kind", ["dense", "starts", "packed"])
 def test_relative_positions_are_those_of_the_definition(device, kind, given):
     """What the kernels for Hopper read of positions is made by a kernel that the interpreter runs too."""
-    from ropewalk.ops.attention.backend import AT_ONCE
     from ropewalk.ops.attention.hopper.launch import _relative_positions
     from ropewalk.ops.attention.triton.launch_common import schedule_tiles
+    from ropewalk.ops.launch.steps import AT_ONCE
 
     batch, queries, keys = 2, 21, 34
     shape = () if kind == "packed" else (batch,)

@@ -10,7 +10,7 @@ from helpers.append_definition import assert_stored, expect
 from helpers.modes import KERNEL_DTYPES, ON_GPU, needs_kernels, on_gpu
 
 from ropewalk import QKNorm, append_kv, apply_rope, inverse_frequencies, rope_table
-from ropewalk.ops.cache.call import AppendCall, AppendFlags
+from ropewalk.ops.cache.call import AppendCall
 
 N, H, K, PAGES, SIZE = 9, 4, 2, 5, 16
 STORED = {"own": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
@@ -84,24 +84,25 @@ def make_call(
     call = AppendCall(
         *(k, v, k_cache, v_cache, slots, cos, sin, q if has_q else None, index, axes, q_weight, k_weight),
         *(make_scale(kind, page_size, width, device) for width in (d, dv)),
-        AppendFlags(rotary_offset=offset, **flags),
+        rotary_offset=offset,
+        **flags,
     )
     return call, (k_memory, v_memory)
 
 
 def run(call, impl):
     """Call the public function."""
-    flags, norm = call.flags, None
-    if flags.has_norm:
+    norm = None
+    if call.has_norm:
         norm = QKNorm(
-            call.q_weight, call.k_weight, flags.eps, flags.weight_offset, flags.after, across_heads=flags.across_heads
+            call.q_weight, call.k_weight, call.eps, call.weight_offset, call.after, across_heads=call.across_heads
         )
     return append_kv(
         *call[:5],
         **{name: getattr(call, name) for name in ("cos", "sin", "q", "positions", "axes", "k_scale", "v_scale")},
         norm=norm,
-        interleaved=flags.interleaved,
-        rotary_offset=flags.rotary_offset,
+        interleaved=call.interleaved,
+        rotary_offset=call.rotary_offset,
         impl=impl,
     )
 
@@ -117,7 +118,7 @@ def check(call, memory, impl):
     assert [x._version > version for x, version in zip((call.k_cache, call.v_cache), versions, strict=True)] == [
         True
     ] * 2
-    error = 4e-6 if call.flags.has_norm else 1e-6
+    error = 4e-6 if call.has_norm else 1e-6
     if call.q is None:
         assert out is None
     else:
@@ -328,7 +329,7 @@ def test_more_elements_than_int32_counts(device):
 def test_the_operator_is_checked(device):
     for kind in ("own", "int8"):
         call, _ = make_call(kind, torch.float32, device, norm="shared")
-        torch.library.opcheck(torch.ops.ropewalk.append_kv.default, (*call[:-1], *call.flags), raise_exception=True)
+        torch.library.opcheck(torch.ops.ropewalk.append_kv.default, tuple(call), raise_exception=True)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the operator's tests run on the CPU")
@@ -349,7 +350,7 @@ def test_compiled_calls_append(kind, device):
         assert torch.equal(a, b)
 
 
-EIGHT_ROWS, NORM = torch.zeros(8, 32), AppendFlags(has_norm=True)
+EIGHT_ROWS = torch.zeros(8, 32)
 REFUSED = {
     "k must be a tensor": ({"k": [1.0]}, TypeError, "k is list"),
     "dims": ({"k": torch.zeros(9, 128)}, ValueError, r"k has shape \(9, 128\)"),
@@ -380,7 +381,7 @@ REFUSED = {
     ),
     "grad": ({"k": torch.zeros(9, K, 64, requires_grad=True)}, ValueError, "k requires grad"),
     "weight": (
-        {"k_weight": torch.ones(63), "flags": AppendFlags(has_norm=True)},
+        {"k_weight": torch.ones(63), "has_norm": True},
         ValueError,
         "norm.k_weight has shape",
     ),
@@ -409,7 +410,7 @@ def test_a_plan_knows_devices_and_flags():
         with pytest.raises(ValueError, match=f"{name} is on meta"):
             run(call._replace(**{name: moved}), None)
     with pytest.raises(TypeError, match="interleaved is 0"):
-        run(call._replace(flags=call.flags._replace(interleaved=0)), None)
+        run(call._replace(interleaved=0), None)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])

@@ -11,12 +11,13 @@ from helpers import stub_gpu
 
 from ropewalk import QKNorm, append_kv
 from ropewalk.ops.cache import operator
+from ropewalk.ops.launch import kinds
 
 pytestmark = pytest.mark.compile
 N, H, K, D, PAGES, SIZE = 4, 4, 2, 64, 3, 16
 # Ropewalk's functions that a repeated call enters, in their order
-ENTERED = ["append_kv", "repeat", "_run", "run"]
-ENTERED_BY_TWINS = ["append_kv", "repeat", "check_twins", "_run", "run"]  # one tensor is two arguments
+ENTERED = ["append_kv", "rerun", "match", "before"]
+ENTERED_BY_TWINS = ["append_kv", "rerun", "match", "check_repeats", "before"]  # one tensor is two arguments
 
 
 def draw(kind: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -75,19 +76,21 @@ def functions_of(call: dict[str, Any]) -> list[str]:
 
 def repeat() -> dict[str, Any]:
     """Record calls of one kind, and of kinds like it."""
+    kinds.on_cpu = True
     shared = torch.ones(D)
     long = torch.zeros(1 + N * H * D, dtype=torch.bfloat16)
     calls = [draw() for _ in range(3)]
     results = {"equal": [launch(call) for call in calls]}
-    results["int8"] = [launch(draw(torch.int8)) for _ in range(2)]
-    results["shared"] = [launch(draw() | {"norm": QKNorm(shared, shared)}) for _ in range(2)]
-    results["misaligned"] = [launch(draw() | {"q": long[1:].view(N, H, D)})]
-    results["dense"] = [launch(draw() | {"q": torch.zeros(N, H, 2 * D, dtype=torch.bfloat16)[..., ::2]})]
-    kinds = {"equal": calls[0], "int8": draw(torch.int8), "shared": draw() | {"norm": QKNorm(shared, shared)}}
+    results["int8"] = [launch(draw(torch.int8)) for _ in range(3)]
+    results["shared"] = [launch(draw() | {"norm": QKNorm(shared, shared)}) for _ in range(3)]
+    results["misaligned"] = [launch(draw() | {"q": long[1:].view(N, H, D)}) for _ in range(2)]
+    results["dense"] = [launch(draw() | {"q": torch.zeros(N, H, 2 * D, dtype=torch.bfloat16)[..., ::2]})] * 3
+    like = {"equal": calls[0], "int8": draw(torch.int8), "shared": draw() | {"norm": QKNorm(shared, shared)}}
     entered = {}
-    for name, call in kinds.items():
-        operator._recent = ()  # the matchers of other kinds
-        append_kv(**call)
+    for name, call in like.items():
+        operator.OPERATION.forget()  # the matchers of other kinds
+        for _ in range(3):
+            append_kv(**call)
         entered[name] = functions_of(call)
     return {"results": results, "entered": entered}
 
@@ -112,10 +115,11 @@ def test_a_repeated_call_launches_by_its_plan() -> None:
 
 def refuse() -> dict[str, list[str]]:
     """Append into caches of one memory, by the plan of calls whose caches are of two: the errors, and what else is."""
+    kinds.on_cpu = True
     errors, calls = [], []
     for kind in (torch.bfloat16, torch.int8):
         call = draw(kind)
-        for _ in range(2):
+        for _ in range(3):
             append_kv(**call)
         numbers = torch.zeros(2 * call["k_cache"].numel(), dtype=kind)
         scales = torch.zeros(2 * PAGES * SIZE * K)
@@ -133,8 +137,9 @@ def refuse() -> dict[str, list[str]]:
             with pytest.raises(ValueError, match="shares memory") as caught:
                 append_kv(**(call | change))
             errors.append(str(caught.value).partition(",")[0])
-        operator._recent = ()  # the matchers of those calls
-        append_kv(**call)
+        operator.OPERATION.forget()  # the matchers of those calls
+        for _ in range(3):
+            append_kv(**call)
         calls.append(functions_of(call))
     return {"errors": errors, "entered": calls}
 

@@ -1,31 +1,34 @@
-"""Plans of `append_kv`: calls of one kind find theirs by a matcher, and no call takes that of another kind."""
-
-import gc
-import weakref
+"""Plans of `append_kv`: no call runs as one of another kind, and checks of values and addresses are made each time."""
 
 import pytest
 import torch
+from helpers.modes import INTERPRETED
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 from ropewalk import QKNorm, append_kv
 from ropewalk.ops.cache import operator
+from ropewalk.ops.launch import kinds
+
+pytestmark = pytest.mark.both_modes  # by plans of the kernel in the interpreter, and by kinds of the reference
 
 N, H, K, D, PAGES, SIZE = 3, 4, 2, 32, 5, 8
 
 
-@pytest.fixture
-def searches(monkeypatch):
-    """The calls whose plan was looked for by a key."""
-    searches, find = [], operator._find
+@pytest.fixture(autouse=True)
+def checks(monkeypatch):
+    """The calls whose metadata was checked."""
+    checks, choose = [], operator.OPERATION.choose
 
-    def find_and_note(call):
-        searches.append(call)
-        return find(call)
+    def choose_and_note(call):
+        checks.append(call)
+        return choose(call)
 
-    monkeypatch.setattr(operator, "_recent", ())
-    monkeypatch.setattr(operator, "_find", find_and_note)
-    return searches
+    monkeypatch.setattr(kinds, "on_cpu", INTERPRETED)
+    monkeypatch.setattr(operator.OPERATION, "choose", choose_and_note)
+    kinds.KINDS.clear()
+    yield checks
+    kinds.KINDS.clear()
 
 
 def draw(dtype=torch.float32):
@@ -43,55 +46,16 @@ def draw(dtype=torch.float32):
     }
 
 
-def test_calls_of_one_kind_search_once(searches):
+def test_calls_of_one_kind_are_checked_twice(checks):
+    """At once, and where their kind is kept."""
     for _ in range(3):
         append_kv(**draw())
-    assert len(searches) == 1
-    for _ in range(2):  # kinds take turns
+    assert len(checks) == 2
+    for _ in range(4):  # kinds take turns
         append_kv(**draw(), q=torch.randn(N, H, D))
         append_kv(**draw(torch.float16))
         append_kv(**draw())
-    assert len(searches) == 3
-
-
-@pytest.mark.parametrize(
-    ("change", "n_searches"),
-    [
-        (lambda call: call | {"k": torch.randn(K, N, D).transpose(0, 1)}, 1),
-        (lambda call: call | {"k": torch._neg_view(call["k"])}, 0),  # the dispatcher resolves it
-        (lambda call: call | {"k_cache": call["k_cache"].transpose(1, 2).contiguous().transpose(1, 2)}, 1),
-        (lambda call: call | {"slots": call["slots"].int()}, 1),
-        (lambda call: call | {"slots": call["slots"][:2]}, 1),
-        (lambda call: call | {"positions": torch.tensor([3, 1, 2])}, 1),
-        (lambda call: call | {"interleaved": True}, 1),
-        (lambda call: call | {"rotary_offset": 2, "cos": call["cos"][:, :8], "sin": call["sin"][:, :8]}, 1),
-        (lambda call: call | {"norm": QKNorm(None, torch.rand(D))}, 1),
-        (lambda call: call | {"norm": QKNorm(None, torch.rand(K, D)), "q": torch.randn(N, H, D)}, 1),
-        (lambda call: call | {"norm": QKNorm(torch.rand(D)), "q": torch.randn(N, H, D)}, 1),
-        (lambda call: call | {"norm": QKNorm(eps=1e-2)}, 1),
-        (lambda call: call | {"v": call["k"]}, 1),
-        (lambda call: call | {"cos": call["cos"].half(), "sin": call["sin"].half()}, 1),
-        (lambda call: call | quantized(()), 1),
-        (lambda call: call | quantized((K,)), 1),
-    ],
-    ids=[
-        *("strides", "negated", "cache", "slots", "fewer slots", "positions", "interleaved", "offset", "norm"),
-        *("norm of k", "norm of q", "eps", "twice", "tables", "one scale", "scales"),
-    ],
-)
-def test_a_call_of_another_kind_is_its_own(searches, change, n_searches):
-    append_kv(**draw())
-    append_kv(**draw(), q=torch.randn(N, H, D), norm=QKNorm(torch.rand(D), torch.rand(D)))
-    call = change(draw())
-    expected = {name: call[name].clone() for name in ("k_cache", "v_cache")}
-    append_kv(**call | expected, impl="reference")
-    before = len(searches)
-    for _ in range(2):
-        append_kv(**call)
-        for name, cache in expected.items():
-            assert torch.equal(call[name].view(torch.uint8), cache.view(torch.uint8)), name
-            call[name].zero_()
-    assert len(searches) == before + n_searches
+    assert len(checks) == 6
 
 
 def quantized(shape):
@@ -101,7 +65,7 @@ def quantized(shape):
 
 
 @pytest.mark.parametrize("shape", [(), (K,)])
-def test_a_repeated_call_reads_its_own_values(searches, shape):
+def test_a_repeated_call_reads_its_own_values(shape):
     """Slots, positions, scales and weights may hold anything in a call that follows a plan."""
 
     def call(slots, positions):
@@ -118,43 +82,9 @@ def test_a_repeated_call_reads_its_own_values(searches, shape):
             x, y = (each[name].float() for each in calls)
             # One step of float8_e4m3fn: of a normal number with the smallest significand, or of a subnormal one.
             torch.testing.assert_close(x, y, rtol=2**-3, atol=2**-9, equal_nan=True)
-    assert len(searches) == 2  # once for each impl
 
 
-def test_one_tensor_may_be_two_arguments(searches):
-    """Both norms may have one weight, and both caches one scale."""
-    weight, other = torch.rand(2, D)
-    scale = torch.tensor(0.5)
-    pages = quantized(()) | {"k_scale": scale, "v_scale": scale}
-    call = draw() | pages | {"q": torch.randn(N, H, D)}
-    for weights in ((weight, weight), (weight, other), (other, other), (other, weight)):
-        first = append_kv(**call, norm=QKNorm(*weights))
-        assert torch.equal(first, append_kv(**call, norm=QKNorm(*weights), impl=None))
-        assert not torch.equal(first, append_kv(**call))
-    assert len(searches) == 3  # twins, none, and no norm
-
-
-def test_without_guards_calls_go_by_their_keys(searches, monkeypatch):
-    monkeypatch.setattr(operator, "has_guards", lambda: False)
-    call = draw()
-    for _ in range(2):
-        append_kv(**call)
-    assert len(searches) == 2
-    assert call["k_cache"].any()
-
-
-def test_plans_keep_no_memory(searches):
-    call = draw()
-    for _ in range(2):
-        append_kv(**call)
-    kept = weakref.ref(call["k_cache"])
-    searches.clear()
-    del call
-    gc.collect()
-    assert kept() is None
-
-
-def test_the_operator_takes_plans_and_refuses_gradients(searches):
+def test_the_operator_takes_plans_and_refuses_gradients():
     def arguments(call):
         return (*[call[name] for name in ("k", "v", "k_cache", "v_cache", "slots", "cos", "sin")], *[None] * 7)
 
@@ -162,7 +92,6 @@ def test_the_operator_takes_plans_and_refuses_gradients(searches):
     append_kv(**call)
     version = call["k_cache"]._version
     torch.ops.ropewalk.append_kv(*arguments(call))
-    assert len(searches) == 1
     assert call["k_cache"]._version > version
     differentiable = draw()
     differentiable["k"].requires_grad_()
@@ -180,39 +109,36 @@ def test_the_operator_takes_plans_and_refuses_gradients(searches):
     assert not differentiable["k_cache"].any()
 
 
-def test_forward_differentiation_takes_no_plan(searches):
-    append_kv(**draw())
-    with forward_ad.dual_level():
+def test_surroundings_are_seen():
+    for _ in range(3):
         append_kv(**draw())
-    assert len(searches) == 2
-
-
-def test_a_gradient_and_inference_mode_are_seen(searches):
-    append_kv(**draw())
-    call = draw()
+    with forward_ad.dual_level():
+        call = draw()
+        append_kv(**call)
+        assert call["k_cache"].any()
     with pytest.raises(ValueError, match="k requires grad"):
         append_kv(**call | {"k": call["k"].requires_grad_()})
     with torch.inference_mode():
         inside = draw()
-        for _ in range(2):
+        for _ in range(3):
             append_kv(**inside)
         assert inside["k_cache"].any()
     append_kv(**draw())
 
 
-def test_errors_come_before_guards(searches):
-    append_kv(**draw())
-    with pytest.raises(TypeError, match="v is None"):
-        append_kv(**draw() | {"v": None})
-    with pytest.raises(ValueError, match="slots holds 99"):
-        append_kv(**draw() | {"slots": torch.tensor([9, 3, 99])})
-
-
-@pytest.mark.parametrize("offset", [0.0, False])
-def test_an_offset_of_another_type_finds_no_plan(offset):
-    k = torch.randn(4, 2, 8)
-    caches, slots, table = torch.zeros(2, 3, 8, 2, 8), torch.arange(4), torch.ones(4, 4)
-    for _ in range(2):
-        append_kv(k, k, *caches, slots, cos=table, sin=table)
-    with pytest.raises(TypeError, match="rotary_offset is"):
-        append_kv(k, k, *caches, slots, cos=table, sin=table, rotary_offset=offset)
+def test_each_call_is_checked_by_values_and_addresses():
+    for _ in range(3):
+        append_kv(**draw())
+    call = draw()
+    for error, change, message in (
+        (TypeError, {"v": None}, "v is None"),
+        (ValueError, {"slots": torch.tensor([9, 3, 99])}, "slots holds 99"),
+        (ValueError, {"v_cache": call["k_cache"]}, "v_cache shares memory with k_cache"),
+        (TypeError, {"rotary_offset": 0.0}, "rotary_offset is 0.0"),
+        (TypeError, {"rotary_offset": False}, "rotary_offset is False"),
+    ):
+        version = call["k_cache"]._version
+        with pytest.raises(error, match=message):
+            append_kv(**call | change)
+        assert call["k_cache"]._version == version
+    assert not call["k_cache"].any()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 from helpers import compile as compile_helpers
-from helpers.append_launches import FORMATS, specialise
+from helpers.append_launches import FORMATS, compile_for, specialise
 from helpers.compile import Recorder, compile_launch, pretend_target
 from helpers.targets import SHARED_MEMORY, TARGETS, cuobjdump, resources, spilled_bytes
 
 from ropewalk import Alibi, Rope
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.triton import decode_launch
-from ropewalk.ops.cache.triton.append_kernel import compile_kernel
 
 pytestmark = pytest.mark.compile
 
@@ -32,8 +30,7 @@ COMPILED = [(target, case) for target in TARGETS for case in (CASES if target ==
 @pytest.mark.parametrize("cache", FORMATS)
 @pytest.mark.parametrize(("target", "case"), COMPILED)
 def test_appending_spills_nothing(target, case, cache, tmp_path):
-    spec = replace(specialise(cache, **CASES[case]), native_fp8=target in ("sm_90", "sm_100"))
-    kernel = compile_kernel(spec, TARGETS[target])
+    kernel = compile_for(target, specialise(cache, **CASES[case]))
     used = resources(kernel, tmp_path)
     assert used["registers"] > 0
     assert spilled_bytes(used, target) == 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.kinds import kinds_of
 from helpers.modes import INTERPRETED, KERNEL_DTYPES, needs_kernels
 
 from ropewalk import Alibi, NoPosition, ReRope, Rope, append_kv, attention, inverse_frequencies, rope_table
-from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.reference import read_pages
+from ropewalk.ops.launch import kinds
 
 KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 IMPLS = ["reference", pytest.param("triton", marks=needs_kernels)]
@@ -127,31 +128,26 @@ def test_a_loop_without_masks(kind, case, device, monkeypatch):
         monkeypatch.setattr(decode_launch, "count_splits", lambda *arguments, n=splits: n)
         monkeypatch.setattr(decode_launch, "MIN_SPLIT", 16)
         monkeypatch.setattr(decode_launch, "MIN_KEYS", 16)
-        plans.CALLS.clear()
-        plans.FORWARDS.clear()
+        kinds.KINDS.clear()
         out = attention(*given, impl="triton", layout=layout, **keywords)
         out = out.transpose(1, 2) if layout == "bhtd" else out
         assert (out.double() - expected).abs().max() <= BUDGETS[torch.float16][0] * expected.abs().max()
-    plans.CALLS.clear()
-    plans.FORWARDS.clear()
+    kinds.KINDS.clear()
 
 
 @needs_kernels
 @pytest.mark.parametrize("case", ["rope-rotated", "rope-raw"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_give_the_same_bits(kind, case, device, monkeypatch):
-    monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
+    monkeypatch.setattr(kinds, "on_cpu", INTERPRETED)
     q, k_cache, v_cache, keywords, _ = make(case, kind, torch.float16, device)
-    plans.CALLS.clear()
-    plans.FORWARDS.clear()
+    kinds.KINDS.clear()
     outs = [attention(q, k_cache, v_cache, impl="triton", **keywords) for _ in range(4)]
-    assert len(plans.CALLS.found) == 1
-    assert all(x is not None for x in plans.CALLS.found.values())
+    assert len(kinds_of()) == 1
     assert all(torch.equal(outs[0], x) for x in outs[1:])
     other_q, k_cache, v_cache, keywords, _ = make(case, kind, torch.float16, device)
     by_plan = attention(other_q, k_cache, v_cache, impl="triton", **keywords)
-    plans.CALLS.clear()
-    plans.FORWARDS.clear()
+    kinds.KINDS.clear()
     assert torch.equal(by_plan, attention(other_q, k_cache, v_cache, impl="triton", **keywords))
 
 

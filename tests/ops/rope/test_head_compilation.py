@@ -9,8 +9,6 @@ import pytest
 from helpers.head_launches import HEAD_KERNELS, specialise_heads
 from helpers.targets import SHARED_MEMORY, TARGETS, cuobjdump, resources, spilled_bytes
 
-from ropewalk.ops.rope.triton.head_kernel import compile_kernel, row_sum_kernel
-
 pytestmark = pytest.mark.compile
 
 CASES = {
@@ -40,7 +38,7 @@ COMPILED = [(target, case) for target in TARGETS for case in (list(CASES) if tar
 
 @lru_cache(maxsize=64)
 def compiled(target, kernel, case):
-    return compile_kernel(HEAD_KERNELS[kernel], specialise_heads(kernel, **CASES[case]), TARGETS[target])
+    return specialise_heads(kernel, **CASES[case]).compile(TARGETS[target])
 
 
 @pytest.mark.parametrize("kernel", HEAD_KERNELS)
@@ -72,16 +70,14 @@ def test_memory_is_accessed_16_bytes_at_a_time(kernel, case, tmp_path):
 
 @pytest.mark.parametrize("kernel", HEAD_KERNELS)
 def test_narrow_accesses_are_found(kernel, tmp_path):
-    spec = specialise_heads(kernel, alignment=2)
-    found = accesses(compile_kernel(HEAD_KERNELS[kernel], spec, TARGETS["sm_90"]), tmp_path)
+    found = accesses(specialise_heads(kernel, alignment=2).compile(TARGETS["sm_90"]), tmp_path)
     assert ("ST", 128) not in found
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", ["vision", "d128", "fp64"])
 def test_the_sum_of_rows_compiles(target, case, tmp_path):
-    spec = specialise_heads("head_gradients_kernel", **CASES[case])
-    kernel = compile_kernel(row_sum_kernel, spec, TARGETS[target])
+    kernel = specialise_heads("row_sum_kernel", **CASES[case]).compile(TARGETS[target])
     assert spilled_bytes(resources(kernel, tmp_path), target) == 0
     if target == "sm_90":
         assert ("LD", 128) in (found := accesses(kernel, tmp_path))
@@ -89,7 +85,8 @@ def test_the_sum_of_rows_compiles(target, case, tmp_path):
 
 
 def test_the_cases_meet_every_choice():
-    specs = [specialise_heads(kernel, **case) for kernel in HEAD_KERNELS for case in CASES.values()]
-    assert {spec.positions for spec in specs} == {0, 1, 2}
-    assert {spec.heads_are_near for spec in specs} == {False, True}
-    assert {spec.grad_dtype for spec in specs} == {"fp32", "fp64", "bf16"}
+    launches = [specialise_heads(kernel, **case) for kernel in HEAD_KERNELS for case in CASES.values()]
+    assert {launch["POSITIONS"] for launch in launches} == {0, 1, 2}
+    assert {launch["HEADS_ARE_NEAR"] for launch in launches} == {False, True}
+    signatures = [launch.source.signature for launch in launches if "dcos_ptr" in launch.arguments]
+    assert {signature["dcos_ptr"] for signature in signatures} == {"*fp32", "*fp64"}

@@ -2,16 +2,12 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
-import triton
 from helpers.rope_launches import DTYPES, specialise
 from helpers.targets import SHARED_MEMORY, TARGETS, cuobjdump, resources
-
-from ropewalk.ops.rope.triton.kernel import compile_kernel, kernel_source
 
 pytestmark = pytest.mark.compile
 
@@ -108,8 +104,8 @@ WIDE_COMPILED = [
 
 
 @lru_cache(maxsize=64)
-def compiled(target, spec):
-    return compile_kernel(spec, TARGETS[target])
+def compiled(target, **arguments):
+    return specialise(**arguments).compile(TARGETS[target])
 
 
 def accesses(kernel, tmp_path):
@@ -145,14 +141,14 @@ def assert_wide(counts):
 
 @pytest.mark.parametrize(("target", "case"), COMPILED, ids=lambda value: value)
 def test_nothing_is_spilled(target, case, tmp_path):
-    used = resources(compiled(target, specialise(**EVERY[case])), tmp_path)
+    used = resources(compiled(target, **EVERY[case]), tmp_path)
     assert_no_spills(used)
     assert used["shared"] <= SHARED_MEMORY[target]
 
 
 @pytest.mark.parametrize(("target", "case"), WIDE_COMPILED, ids=lambda value: value)
 def test_aligned_memory_is_accessed_16_bytes_at_a_time(target, case, tmp_path):
-    kernel = compiled(target, specialise(**WIDE[case]))
+    kernel = compiled(target, **WIDE[case])
     assert_wide(accesses(kernel, tmp_path))
     assert resources(kernel, tmp_path)["shared"] == 0
 
@@ -160,29 +156,29 @@ def test_aligned_memory_is_accessed_16_bytes_at_a_time(target, case, tmp_path):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("change", [{"alignment": 2}, {"padding": 1}], ids=["pointer", "stride"])
 def test_unaligned_memory_is_not(target, change, tmp_path):
-    counts = accesses(compiled(target, specialise(**change)), tmp_path)
+    counts = accesses(compiled(target, **change), tmp_path)
     assert counts["store", 128] == 0
     with pytest.raises(AssertionError, match="narrow"):
         assert_wide(counts)
 
 
 def test_a_spill_is_found(tmp_path):
-    spec = replace(specialise(head_dim=512, dtype="fp64"), threads=32, block_heads=8)
-    options = {"num_warps": 1, "maxnreg": 24}
-    kernel = triton.compile(kernel_source(spec), target=TARGETS["sm_90"], options=options)
+    launch = specialise(head_dim=512, dtype="fp64")
+    kernel = launch.compile(TARGETS["sm_90"], threads=32, BLOCK_HEADS=8, maxnreg=24)
     with pytest.raises(AssertionError, match="spilled"):
         assert_no_spills(resources(kernel, tmp_path))
 
 
 def test_the_configurations_meet_every_choice():
-    specs = [specialise(**arguments) for arguments in EVERY.values()]
-    assert {spec.positions for spec in specs} == {0, 1, 2, 3, 4}
-    assert {spec.dtype for spec in specs} == set(DTYPES)
-    assert {spec.stride_dtype for spec in specs} == {"i32", "i64"}
-    assert {spec.index_dtype for spec in specs} == {"i32", "i64"}
-    assert {spec.pointer_alignment for spec in specs} == {2, 4, 8, 16}
-    assert {spec.stride_unit for spec in specs} >= {1, 2, 8, 16}
-    assert {(spec.interleaved, spec.inplace) for spec in specs} == {
+    launches = [specialise(**arguments) for arguments in EVERY.values()]
+    signatures = [launch.source.signature for launch in launches]
+    assert {launch["POSITIONS"] for launch in launches} == {0, 1, 2, 3, 4}
+    assert {signature["q_ptr"] for signature in signatures} == {f"*{dtype}" for dtype in DTYPES}
+    assert {signature["q_stride_token"] for signature in signatures} == {"i32", "i64"}
+    assert {signature["positions_ptr"] for signature in signatures} >= {"*i32", "*i64"}
+    assert {launch.alignment for launch in launches} == {2, 4, 8, 16}
+    assert {launch["STRIDE_UNIT"] for launch in launches} >= {1, 2, 8, 16}
+    assert {(launch["INTERLEAVED"], launch["INPLACE"]) for launch in launches} == {
         (a, b) for a in (False, True) for b in (False, True)
     }
-    assert any(2 * spec.half < spec.head_dim for spec in specs)
+    assert any(2 * launch["HALF"] < launch["D"] for launch in launches)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 from helpers.norm_launches import KERNELS, specialise_norm
 from helpers.targets import SHARED_MEMORY, TARGETS, cuobjdump, resources, spilled_bytes
-
-from ropewalk.ops.rope.triton.norm_kernel import compile_kernel, weight_sum_kernel
 
 pytestmark = pytest.mark.compile
 
@@ -51,7 +48,7 @@ WIDE = [name for name in CASES if name not in ("fp32", "fp64", "decode")]  # one
 
 @lru_cache(maxsize=64)
 def compiled(target, kernel, case):
-    return compile_kernel(KERNELS[kernel], specialise_norm(kernel, **CASES[case]), TARGETS[target])
+    return specialise_norm(kernel, **CASES[case]).compile(TARGETS[target])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -123,21 +120,21 @@ def test_a_row_stays_in_one_warp(case, tmp_path):
 
 
 def test_narrow_accesses_are_found(tmp_path):
-    kernel = compile_kernel(KERNELS["norm_kernel"], specialise_norm("norm_kernel", alignment=2), TARGETS["sm_90"])
+    kernel = specialise_norm("norm_kernel", alignment=2).compile(TARGETS["sm_90"])
     assert ("ST", 128) not in accesses(kernel, tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", ["qwen3", "heads", "across", "fp64"])
 def test_the_sum_of_weights_compiles(target, case, tmp_path):
-    spec = specialise_norm("norm_backward_kernel", **CASES[case])
-    assert spilled_bytes(resources(compile_kernel(weight_sum_kernel, spec, TARGETS[target]), tmp_path), target) == 0
+    kernel = specialise_norm("weight_sum_kernel", **CASES[case]).compile(TARGETS[target])
+    assert spilled_bytes(resources(kernel, tmp_path), target) == 0
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_the_sum_waits_before_it_reads_where_it_overlaps(overlaps):
-    spec = replace(specialise_norm("norm_backward_kernel"), overlaps=overlaps)
-    kernel = compile_kernel(weight_sum_kernel, spec, TARGETS["sm_90"])
+    options = {"launch_pdl": True} if overlaps else {}
+    kernel = specialise_norm("weight_sum_kernel").compile(TARGETS["sm_90"], OVERLAPS=overlaps, **options)
     before_loads = kernel.asm["ptx"].partition("ld.global")[0]
     assert ("griddepcontrol.wait" in before_loads) is overlaps
     assert kernel.metadata.launch_pdl is overlaps

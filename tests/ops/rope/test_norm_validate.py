@@ -7,7 +7,8 @@ import torch
 from helpers.rope_definition import random_tables
 
 from ropewalk import QKNorm, apply_rope
-from ropewalk.ops.rope import backends, norm_reference
+from ropewalk.ops.rope import backends
+from ropewalk.ops.rope.norm import reference
 from ropewalk.testing import unchanged
 
 D, HQ, HK = 16, 4, 2
@@ -113,4 +114,4 @@ def test_tables_that_require_grad_are_refused():
 def test_the_native_backend_is_passed_over():
     device = torch.device("cpu")
     assert backends.why_not("native", device, has_norm=True) == "a norm is not supported"
-    assert backends.choose_norm(None, device) is norm_reference
+    assert backends.choose_norm(None, device) is reference

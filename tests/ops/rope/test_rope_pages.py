@@ -1,5 +1,7 @@
 """`apply_rope` over a block table: pages of cached keys rotated in place, against float64 and the plain rotation."""
 
+import sys
+
 import pytest
 import torch
 from helpers.compile import Recorder, compile_launch
@@ -8,8 +10,10 @@ from helpers.onlooker import Onlooker
 from helpers.targets import TARGETS, resources, spilled_bytes
 
 from ropewalk import append_kv, apply_rope, inverse_frequencies, mrope_axes, rope_table
-from ropewalk.ops.rope import pages as rope_pages
-from ropewalk.ops.rope.triton import page_launch
+from ropewalk.ops.launch.steps import AT_ONCE
+from ropewalk.ops.rope.pages import launch as page_launch
+from ropewalk.ops.rope.pages import operation as rope_pages
+from ropewalk.ops.rope.pages.call import PageRotation
 from ropewalk.testing import assert_close_to_truth, unchanged
 
 PAGES, H, B, N = 9, 3, 2, 3
@@ -176,15 +180,21 @@ def test_kernel_compiles_for_hopper(monkeypatch, tmp_path, dtype, keywords):
     pages = torch.zeros(9, 16, 8, 128, dtype=dtype)
     cos, sin = torch.zeros(2, 64, 64)
     table, positions = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 48, dtype=torch.int64)
-    page_launch.rotate(pages, table, positions, cos, sin, None, 2 if keywords else 128, 0, False)
+    pair_block = 2 if keywords else 128
+    page_launch.rotate(PageRotation(pages, table, positions, cos, sin, None, pair_block, 0, False), AT_ONCE)
     compiled = compile_launch(*launches[0], TARGETS["sm_90"])
     assert spilled_bytes(resources(compiled, tmp_path), "sm_90") == 0
 
 
 def test_plain_calls_go_around_the_dispatcher(monkeypatch):
     """Modes see the operator, and plain calls do as it does: tables may be trained, pages made in inference mode."""
-    direct, rotate = [], rope_pages._rotate
-    monkeypatch.setattr(rope_pages, "_rotate", lambda *arguments: direct.append(rotate(*arguments)))
+    callers, run = [], rope_pages._run
+
+    def note(*arguments):
+        callers.append(sys._getframe(1).f_code.co_name)
+        run(*arguments)
+
+    monkeypatch.setattr(rope_pages, "_run", note)
     pages, table, cos, sin = draw("cpu")
     expected, version = pages.clone(), pages._version
     positions = torch.full((B, N * 4), 3)
@@ -192,7 +202,7 @@ def test_plain_calls_go_around_the_dispatcher(monkeypatch):
     with Onlooker() as onlooker:
         apply_rope(expected, None, cos, sin, **call)
     assert torch.ops.ropewalk.rope_pages.default in onlooker.seen
-    assert not direct
+    assert callers == ["_rotate"]  # the operator's
     with torch.inference_mode():
         inferred = apply_rope(pages.clone(), None, cos, sin, **call)
     apply_rope(pages, None, cos.requires_grad_(), sin, **call)
@@ -200,4 +210,4 @@ def test_plain_calls_go_around_the_dispatcher(monkeypatch):
     assert torch.equal(inferred, expected)
     assert not pages.requires_grad
     assert pages._version > version
-    assert len(direct) == 2
+    assert callers == ["_rotate", "rotate_pages", "rotate_pages"]

@@ -10,7 +10,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import apply_rope
-from ropewalk.ops.rope import api, autograd
+from ropewalk.ops.launch import kinds
+from ropewalk.ops.launch.kinds import KINDS
+from ropewalk.ops.rope import api
 from ropewalk.testing import unchanged
 
 B, T, HQ, HK, D, R, ROWS = 2, 6, 4, 2, 16, 8, 10
@@ -546,34 +548,42 @@ def test_positions_and_offset_are_told_apart_after_a_good_call(device):
     assert torch.equal(at_0, apply_rope(**call))
 
 
-def test_what_is_remembered_of_calls_is_bounded(monkeypatch, device):
-    monkeypatch.setattr(autograd, "_PLANS", {})
-    monkeypatch.setattr(autograd, "_MAX_PLANS", 4)
+@pytest.fixture
+def forgotten():
+    """No kinds of calls are known."""
+    KINDS.clear()
+    yield KINDS
+    KINDS.clear()
+
+
+def test_what_is_remembered_of_calls_is_bounded(monkeypatch, forgotten, device):
+    monkeypatch.setattr(kinds, "MAX_PLANS", 4)
     # The CUDA extension remembers nothing.
     call = call_with(padded, device, {"k": None, "impl": "triton" if device.type == "cuda" else None})
     expected = apply_rope(**call)
     sizes = []
     for tokens in range(1, T + 1):
         for interleaved in (False, True):
-            apply_rope(**call | {"q": call["q"][:, :tokens], "interleaved": interleaved})
-            sizes.append(len(autograd._PLANS))
+            for _ in range(2):
+                apply_rope(**call | {"q": call["q"][:, :tokens], "interleaved": interleaved})
+            sizes.append(len(forgotten.found))
     assert max(sizes) == 4
     assert torch.equal(apply_rope(**call), expected)
 
 
-def test_calls_that_differ_in_offset_values_or_addresses_are_remembered_once(monkeypatch):
-    monkeypatch.setattr(autograd, "_PLANS", {})
-    for offset in range(4):
+def test_calls_that_differ_in_offset_values_or_addresses_are_remembered_once(forgotten):
+    for offset in (0, 0, *range(4)):
         apply_rope(**call_with(padded, "cpu", {"positions": offset}))
+    assert len(forgotten.found) == 2  # with an offset, which plans take anew, and without
     for middle in range(T):
         apply_rope(**call_with(packed, "cpu", {"cu_seqlens": i([0, middle, T])}))
-    assert len(autograd._PLANS) == 2
+    assert len(forgotten.found) == 3
 
 
-def test_a_refused_call_is_not_remembered(monkeypatch):
-    monkeypatch.setattr(autograd, "_PLANS", {})
-    refused(call_with(padded, "cpu", {"rotary_dim": 7}), ValueError, "rotary_dim")
-    assert not autograd._PLANS
+def test_a_refused_call_is_not_remembered(forgotten):
+    for _ in range(3):
+        refused(call_with(padded, "cpu", {"rotary_dim": 7}), ValueError, "rotary_dim")
+    assert not forgotten.found
 
 
 def test_every_message_says_what_must_be():

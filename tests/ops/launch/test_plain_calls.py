@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ropewalk import attention
 from ropewalk.integrations.huggingface import attention as door
 from ropewalk.ops import tracing
-from ropewalk.ops.attention import api, backends, plans
+from ropewalk.ops.attention import api, backends
 from ropewalk.ops.attention.api import repeat_plain
 from ropewalk.ops.attention.libraries.sdpa import Sdpa
+from ropewalk.ops.launch import kinds
+from ropewalk.ops.launch.kinds import KINDS
 
 B, H, T, D = 2, 2, 24, 16
 SCALE = 0.25
@@ -31,15 +33,15 @@ MOST_FUNCTIONS = 5  # the layer's, `repeat_plain`, a constant for torch.compile,
 @pytest.fixture(autouse=True, params=["guards", "python"])
 def plan_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plan calls of CPU tensors, with PyTorch's guards and without them; on a GPU as well a library attends."""
-    monkeypatch.setattr(plans.cache, "on_cpu", True)
+    monkeypatch.setattr(kinds, "on_cpu", True)
     monkeypatch.setattr(backends, "_rules", lambda device: (backends.Rule(backends.CUDNN_FIRST),))
     if request.param == "python":
         monkeypatch.setattr(tracing, "has_guards", lambda: False)
     else:
         assert tracing.has_guards()
-    plans.CALLS.clear()
+    KINDS.clear()
     yield
-    plans.CALLS.clear()
+    KINDS.clear()
 
 
 def draw(device: torch.device, tokens: int = T) -> list[Tensor]:
@@ -125,22 +127,15 @@ def test_other_surroundings_are_another_call(known: list[Tensor], name: str) -> 
     assert repeat(known) is not None
 
 
-def test_transforms_are_other_surroundings(known: list[Tensor]) -> None:
-    found = []
+def test_transforms_tracers_and_shards_are_other_surroundings(
+    known: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
     torch.func.vmap(lambda x: (found.append(repeat(known)), x)[1])(known[0])
     torch.func.grad(lambda x: (found.append(repeat(known)), x.sum())[1])(known[0])
-    assert found == [None, None]
-
-
-def test_tracers_are_other_surroundings(known: list[Tensor]) -> None:
-    found = []
     torch.jit.trace(lambda x: (found.append(repeat(known)), x + 1)[1], known[0], check_trace=False)
-    assert found == [None]
-
-
-def test_shards_are_another_call(known: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "find_sharded", lambda: None)
-    assert repeat(known) is None
+    assert [*found, repeat(known)] == [None] * 4
 
 
 def misalign(x: Tensor) -> Tensor:
@@ -167,33 +162,19 @@ def test_another_tensor_is_another_call(known: list[Tensor], name: str, place: i
     assert repeat(changed) is None
 
 
-def test_frozen_tensors_and_no_grad(device: torch.device) -> None:
+def test_other_flags_are_other_calls(device: torch.device) -> None:
     tensors = learn([x.requires_grad_() for x in draw(device)])
+    assert repeat(tensors) is not None
     with torch.no_grad():
         assert repeat(tensors) is None
     assert repeat([x.detach() for x in tensors]) is None
-
-
-def test_another_causality_and_another_scale_are_other_calls(known: list[Tensor]) -> None:
-    assert repeat(known, causal=False) is None
-    assert repeat(known, scale=0.5) is None
-
-
-@pytest.mark.parametrize("keywords", [{"impl": "sdpa"}, {"deterministic": False, "impl": "reference"}])
-def test_named_implementations_are_not_repeated(device: torch.device, keywords: dict[str, Any]) -> None:
-    tensors = draw(device)
-    for _ in range(4):
-        attend(tensors, **keywords)
-    assert repeat(tensors) is None
-
-
-@pytest.mark.skipif(ON_GPU, reason="no library there takes a window")
-def test_windows_are_not_repeated(device: torch.device) -> None:
-    tensors = draw(device)
-    for _ in range(4):
-        attend(tensors, window=4)
-    assert plans.CALLS.found
-    assert repeat(tensors) is None
+    assert repeat(tensors, causal=False) is repeat(tensors, scale=0.5) is None
+    others: list[dict[str, Any]] = [{"impl": "sdpa"}, {"deterministic": False, "impl": "reference"}]
+    for keywords in (*others, *([] if ON_GPU else [{"window": 4}])):  # no library there takes a window
+        KINDS.clear()
+        for _ in range(4):
+            attend(tensors, **keywords)
+        assert repeat(tensors) is None
 
 
 def test_lengths_take_turns(device: torch.device) -> None:
@@ -206,12 +187,12 @@ def test_lengths_take_turns(device: torch.device) -> None:
 
 
 def test_what_is_known_is_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans.cache, "MAX_PLAIN", 4)
+    monkeypatch.setattr(kinds, "MAX_PLAIN", 4)
     tensors = draw(device)
     for index in range(9):
         for _ in range(3):
             attention(*tensors, scale=1.0 + index, layout="bhtd")
-    assert len(plans.CALLS.plain) <= 4
+    assert len(KINDS.plain) <= 4
     assert repeat(tensors, causal=False, scale=9.0) is not None
 
 

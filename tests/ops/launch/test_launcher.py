@@ -5,23 +5,28 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import stub_gpu
+from helpers.kinds import kinds_of
 from torch import Tensor
 
 from ropewalk import Rope, attention
 from ropewalk import device as gpu
 from ropewalk.ops import tracing
-from ropewalk.ops.attention import plans
+from ropewalk.ops.launch import kinds
+from ropewalk.ops.launch.bind import load_kernel
+from ropewalk.ops.launch.kinds import KINDS
+from ropewalk.ops.launch.plan import Builder
+from ropewalk.ops.launch.steps import UnplannableError
 
 pytestmark = pytest.mark.compile
 T = 256
-launcher = pytest.importorskip("ropewalk.ops.attention.triton.launcher", reason="Triton is missing")
+launcher = pytest.importorskip("ropewalk.ops.launch.launcher", reason="Triton is missing")
 
 
 def draw(heads: int = 4, key_heads: int = 4, dim: int = 64) -> list[Tensor]:
@@ -31,20 +36,19 @@ def draw(heads: int = 4, key_heads: int = 4, dim: int = 64) -> list[Tensor]:
 
 def train(impl: str) -> dict[str, Any]:
     """Record the launches of training by planned calls, by Triton's launchers and by ours."""
-    plans.cache.on_cpu = True
+    kinds.on_cpu = True
     tensors, lengths = draw(), torch.full((2,), T - 10, dtype=torch.int32)
     records: dict[str, Any] = {}
     for name, is_enabled in (("Triton's", False), ("ours", True)):
         launcher.is_enabled = is_enabled
-        plans.CALLS.clear()
-        plans.FORWARDS.clear()
+        KINDS.clear()
         for _ in range(4):
             stub_gpu.clear()
             out = attention(*tensors, impl=impl, position=Rope(), key_lengths=lengths)
             torch.autograd.grad(out, tensors, torch.zeros_like(out))
             del out
         records[name] = stub_gpu.launches()
-        records[f"functions, {name}"] = len(next(iter(plans.CALLS.found.values())).plan.plan.launches)
+        records[f"functions, {name}"] = len(kinds_of()[0].plan.launches)
     return {**records, "missing": launcher.why_missing(), "imports Dynamo": "torch._dynamo" in sys.modules}
 
 
@@ -72,7 +76,7 @@ def test_it_launches_as_triton_does(impl: str) -> None:
 
 def change_addresses() -> dict[str, Any]:
     """Count encoded descriptors while more tensors come than are kept, and compare the launches' addresses."""
-    plans.cache.on_cpu = True
+    kinds.on_cpu = True
     count = 3 * 64
     many = [draw() for _ in range(count)]
     wrong = 0
@@ -97,13 +101,13 @@ def test_descriptors_follow_the_addresses() -> None:
 
 def refuse() -> dict[str, Any]:
     """Let the driver refuse a launch, call with wrong arguments, and then again with right ones."""
-    plans.cache.on_cpu = True
+    kinds.on_cpu = True
     tensors = draw()
     messages = []
     with torch.no_grad():
         for _ in range(3):
             attention(*tensors, impl="triton")
-        (run,) = next(iter(plans.CALLS.found.values())).plan.plan.launches
+        (run,) = kinds_of()[0].plan.launches
         driver = stub_gpu._driver()
         driver.stub_refuse(400)
         try:
@@ -131,7 +135,7 @@ def test_the_drivers_refusal_is_an_error_with_its_name() -> None:
 
 def run_threads() -> dict[str, Any]:
     """Run one plan in several threads with tensors of their own, and compare all launches' addresses."""
-    plans.cache.on_cpu = True
+    kinds.on_cpu = True
     sets = [[x.detach() for x in draw()] for _ in range(4)]
     for _ in range(3):
         attention(*sets[0], impl="triton")
@@ -157,14 +161,13 @@ def test_threads_do_not_mix_their_addresses() -> None:
 
 def drop() -> int:
     """Return how many functions that encode descriptors outlive a plan."""
-    plans.cache.on_cpu = True
-    from ropewalk.ops.attention.triton import bind
+    kinds.on_cpu = True
+    from ropewalk.ops.launch import bind
 
     with torch.no_grad():
         for _ in range(3):
             attention(*draw(), impl="triton")
-    plans.CALLS.clear()
-    plans.FORWARDS.clear()
+    KINDS.clear()
     gc.collect()
     return sum(isinstance(x, bind._Descriptors) for x in gc.get_objects())
 
@@ -227,3 +230,77 @@ def test_other_launches_are_left_to_triton() -> None:
     assert launcher.pack(Compiled, 1, []) is None
     Compiled.packed_metadata = (4, 1, 229 << 10)
     assert launcher.pack(Compiled, 1, []) is None
+
+
+# === plans, and what no plan repeats ===
+
+
+def builder_and_input() -> tuple[Builder, Tensor]:
+    builder = Builder(torch.device("cpu"))
+    twin = builder.input(torch.zeros(4, 8))
+    assert twin is not None
+    return builder, twin
+
+
+@pytest.mark.parametrize(
+    "step",
+    [lambda x: x.mul_(2), lambda x: x + 1, lambda x: x.clone(), lambda x: x.t().contiguous(), lambda x: x.zero_()],
+    ids=["write", "compute", "clone", "copy", "fill"],
+)
+def test_a_launcher_that_computes_has_no_plan(step: Callable[[Tensor], Any]) -> None:
+    builder, twin = builder_and_input()
+    with pytest.raises(UnplannableError, match="neither an allocation nor a view"):
+        builder.follow(lambda x, on: step(x), twin)
+
+
+def test_views_and_allocations_are_followed() -> None:
+    builder, twin = builder_and_input()
+
+    def launcher(x: Tensor, on: Builder) -> Tensor:
+        out, scratch = torch.empty_like(x), x.new_empty(3, 5)
+        on.operate(torch.Tensor.copy_, scratch[:, :4], x[1:, 4:])
+        on.operate(torch.Tensor.copy_, out[1:, :4], scratch[:, :4])
+        on.operate(torch.Tensor.zero_, out[:1])
+        on.operate(torch.Tensor.zero_, out[1:, 4:])
+        return out
+
+    plan = builder.finish([builder.follow(launcher, twin)])
+    x = torch.randn(4, 8)
+    (out, workspace) = plan.run([x], [x.data_ptr()], plan.results)
+    expected = torch.zeros(4, 8)
+    expected[1:, :4] = x[1:, 4:]
+    assert torch.equal(out, expected)
+    assert workspace.numel() == plan.workspace == 256
+    assert (builder.slot_of(twin), builder.address_of(twin[1:, 4:])) == (0, (0, 4 * (8 + 4)))
+
+
+def test_two_tensors_in_the_workspace_lie_apart() -> None:
+    builder, _ = builder_and_input()
+    first, second = torch.empty(65, device="meta"), torch.empty(1, device="meta")
+    builder.finish([])
+    assert builder.address_of(first) == (1, 0)
+    assert builder.address_of(second) == (1, 512)
+    assert builder.workspace == 512 + 256
+
+
+def test_other_views_results_and_numbers_have_no_plan() -> None:
+    builder, twin = builder_and_input()
+    assert builder.address_of(twin[:, 4:]) == (0, 16)
+    with pytest.raises(UnplannableError, match="a view is misaligned"):
+        builder.address_of(twin[:, 1:])
+    with pytest.raises(UnplannableError, match="a result is an input"):
+        builder.finish([twin[1:]])
+    builder.number(3)
+    with pytest.raises(UnplannableError, match="a number that varies was computed with"):
+        builder.finish([])
+
+
+def test_a_kernel_that_another_thread_is_loading() -> None:
+    class Loading:
+        run, function = "the launcher", None
+
+        def _init_handles(self) -> None:
+            self.function = 7
+
+    kernel = Loading()
+    assert (load_kernel(kernel), kernel.function) == ("the launcher", 7)
