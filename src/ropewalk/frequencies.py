@@ -1,4 +1,4 @@
-"""Frequencies of the pairs of features, and the tables of cosines and sines made from them.
+"""Frequencies of the pairs of features, and the tables of their cosines and sines.
 
 Pair i of R/2 rotates by ω_i radians per position. The variants differ in ω, and in a factor on the rotated features
 (the attention factor, 1 for most). R is the rotary dim. All arithmetic is in float64, on the CPU.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 20  # of a table made at a time: 8 MiB for each float64 temporary
+BLOCK_ELEMENTS = 1 << 20  # of a table computed at a time: 8 MiB for each float64 temporary
 
 
 def default(rotary_dim: int, base: float) -> tuple[Tensor, float]:
@@ -121,7 +121,7 @@ def longrope(
     """Divide each ω by its own searched factor: `long_factor` past the original length, `short_factor` up to it.
 
     Both have R/2 values. The length is `seq_len` (None: short). The attention factor is
-    sqrt(1 + ln(factor)/ln(original_max_position_embeddings)), where `factor`, if it is not given, is
+    sqrt(1 + ln(factor)/ln(original_max_position_embeddings)), where `factor`, if it is None, is
     max_position_embeddings / original_max_position_embeddings.
     Source: LongRoPE (https://arxiv.org/abs/2402.13753), §3, and its use in Phi-3.
     """
@@ -180,7 +180,7 @@ def proportional(
     """Divide the default by `factor`, for the first partial_rotary_factor of the pairs; the others do not rotate.
 
     Unlike a smaller rotary dim, this pairs features across the whole head, and takes the exponents from all of R.
-    Source: transformers' “proportional” rope type, made for Gemma.
+    Source: transformers' “proportional” rope type, for Gemma.
     """
     _check_positive("factor", factor)
     if not 0 <= partial_rotary_factor <= 1:
@@ -278,7 +278,7 @@ def inverse_frequencies(name: str, rotary_dim: int, base: float, **parameters: o
             raise TypeError(f"{parameter} is not a parameter of {name!r}; its parameters are: {names}")
     for parameter, required in accepted.items():
         if required and parameter not in parameters:
-            raise TypeError(f"{parameter} was not given, but is a required parameter of {name!r}")
+            raise TypeError(f"{parameter} was not passed, but is a required parameter of {name!r}")
     return FREQUENCIES[name](rotary_dim, base, **parameters)
 
 
@@ -305,8 +305,8 @@ def rope_table(
         cos, sin = (attention_factor * angles.cos()).float(), (attention_factor * angles.sin()).float()
 
     Angles are taken in float64: a float32 product is off by 7.6e-3 at position 128k, and by 0.76 at 10M. The
-    tables are made by blocks, so that beside them a few float64 temporaries of 8 MiB exist at most. A device without
-    float64 (mps) gets its tables from the CPU. Nothing here is differentiated.
+    tables are computed by blocks, so that beside them a few float64 temporaries of 8 MiB exist at most. A device
+    without float64 (mps) gets its tables from the CPU. Nothing here is differentiated.
 
     Args:
         length_or_positions: an int n, for positions 0 … n − 1; or a tensor of positions, integers or float64, of any
@@ -456,7 +456,7 @@ def _factor_or_ratio(factor: float | None, max_position_embeddings: int | None, 
     if factor is not None:
         return factor
     if max_position_embeddings is None:
-        raise TypeError("factor was not given, so max_position_embeddings must be: their ratio is the factor")
+        raise TypeError("factor was not passed, so max_position_embeddings must be: their ratio is the factor")
     return max_position_embeddings / original
 
 

@@ -127,6 +127,6 @@ command(
 command(
     *(experiment, "bert-positions", "experiments.bert_positions.run.run_bert_positions", _POSITIONS),
     "Pre-train a BERT for each position scheme on real text, and compare them at the training length and beyond.\n\n"
-    "A stopped or killed run goes on with --resume, by the settings in its output folder if no others are given. On "
+    "A stopped or killed run goes on with --resume, by the settings in its output folder if no others are passed. On "
     "several GPUs: torchrun --nproc-per-node N -m ropewalk experiment bert-positions …",
 )

@@ -85,7 +85,7 @@ _SEVERAL = {"case": "cases", "parts": "cases", "impl": "impls", "mode": "modes",
 _SEVERAL["protocol"] = "protocols"
 
 
-def _run(names: str, list_cases: bool, sweep: bool = False, norm: str = "", **given: Any) -> None:
+def _run(names: str, list_cases: bool, sweep: bool = False, norm: str = "", **values: Any) -> None:
     """Run benchmarks into one record, or list their cases; exit as Ctrl-C and errors require."""
     if norm not in ("", "norm") or (norm and sweep):
         raise typer.BadParameter(f"--only is {norm!r}, but must be 'norm', without --sweep")
@@ -97,13 +97,13 @@ def _run(names: str, list_cases: bool, sweep: bool = False, norm: str = "", **gi
         for bench in benches:
             typer.echo(f"{bench.name.upper()}\n" * (len(benches) > 1) + "\n".join(bench.listing()))
         return
-    if given.get("resume") and given["output"] is None:
+    if values.get("resume") and values["output"] is None:
         raise typer.BadParameter("it needs --output, which names the record to go on with", param_hint="--resume")
     from ropewalk.bench.core import runner
     from ropewalk.bench.core.options import Options
 
-    given |= {_SEVERAL[key]: given.pop(key) or () for key in _SEVERAL.keys() & given.keys()}
-    launch, options = benches[0].launch, Options(**given)
+    values |= {_SEVERAL[key]: values.pop(key) or () for key in _SEVERAL.keys() & values.keys()}
+    launch, options = benches[0].launch, Options(**values)
     if runner.run(benches, options) if launch is None else launch(options):  # it was interrupted
         raise typer.Exit(130)
 
@@ -113,7 +113,7 @@ for _name, _benches, _options, _help in _COMMANDS:
     command(app, _name, partial(_run, _benches), _chosen, _help + _GATED * ("resume" in _chosen))
 
 
-def _compare(before: Path, after: Path, threshold: float, **given: Any) -> None:
+def _compare(before: Path, after: Path, threshold: float, **keywords: Any) -> None:
     """Show what B changed against A beyond the noise, and fail if one of ours is worse.
 
     Compared are times on the device, in CUDA graphs and of the host, and peaks of memory. A change is beyond the noise
@@ -124,7 +124,7 @@ def _compare(before: Path, after: Path, threshold: float, **given: Any) -> None:
     from ropewalk.bench.core.terminal import default_console
     from ropewalk.bench.report.compare import compare_records, print_changes
 
-    changes = compare_records(before, after, threshold=threshold, **given)
+    changes = compare_records(before, after, threshold=threshold, **keywords)
     print_changes(changes, threshold, default_console())
     if changes.is_worse:
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ EXTRAS = {
     **dict.fromkeys(("tensorboard", "tokenizers", "tomli", "yaml"), "train"),
     **dict.fromkeys(("bokeh", "jinja2", "matplotlib", "pandas", "rich", "transformers", "typer"), "bench"),
 }
-# The type, or a function that parses the text; the default (...: an argument that must be given); the help; then names
+# The type, or a function that parses the text; the default (...: a required argument); the help; then names
 # with spaces between, and more of typer's.
 Option = tuple[Any, ...]
 
@@ -41,14 +41,14 @@ def command(
     """
     parsed = {key: kind for key, (kind, *_) in options.items() if isinstance(kind, FunctionType)}
 
-    def call(**given: Any) -> None:
+    def call(**values: Any) -> None:
         try:
-            given |= {key: parse(key, given[key]) for key, parse in parsed.items()}
+            values |= {key: parse(key, values[key]) for key, parse in parsed.items()}
             if isinstance(run, str):
                 module, _, function = run.rpartition(".")
-                getattr(import_module(f"ropewalk.{module}"), function)(**given)
+                getattr(import_module(f"ropewalk.{module}"), function)(**values)
             else:
-                run(**given)
+                run(**values)
         except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not type(error).__module__.startswith("ropewalk."):
                 raise
@@ -61,10 +61,12 @@ def command(
     parameters = []
     for key, (kind, default, said, *rest) in options.items():
         names, more = rest[0] if rest else "", rest[1] if len(rest) > 1 else {}
-        made = typer.Argument if default is ... else typer.Option
-        annotation: Any = Annotated[str if key in parsed else kind, made(*names.split(), help=said, **more)]
-        given = inspect.Parameter.empty if default is ... else default
-        parameters.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=annotation))
+        parameter_kind = typer.Argument if default is ... else typer.Option
+        annotation: Any = Annotated[str if key in parsed else kind, parameter_kind(*names.split(), help=said, **more)]
+        parameter_default = inspect.Parameter.empty if default is ... else default
+        parameters.append(
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=parameter_default, annotation=annotation)
+        )
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(name, help=text or inspect.getdoc(run))(call)

@@ -20,7 +20,7 @@ def rope_triton(q: Tensor, k: Tensor, seq_len: int, theta: float = 10000.0) -> t
 
     The same in PyTorch: `rope_pytorch(q, k, seq_len, theta)`.
 
-    Out of place and differentiable. The tables of cosines and sines are kept between calls; the first call with a
+    Out of place and differentiable. The tables of cosines and sines are cached between calls; the first call with a
     new head dim, theta, device or much greater length makes them and waits for the device, so make it before a CUDA
     graph is captured.
 
@@ -66,7 +66,7 @@ def rope_pytorch(q: Tensor, k: Tensor, seq_len: int, theta: float = 10000.0) -> 
 
         q, k = rotate(q), rotate(k)
 
-    Out of place and differentiable; float64 tensors are rotated in float64. The tables are kept between calls.
+    Out of place and differentiable; float64 tensors are rotated in float64. The tables are cached between calls.
 
     Args:
         q: (B, T, H, D), D even; float16, bfloat16, float32 or float64.
@@ -201,7 +201,7 @@ def _rotate_by_index(q: Tensor, k: Tensor, seq_len: int, theta: float, impl: str
         rows = 1 << max(10, (tokens - 1).bit_length())
         cos, sin = _cached_tables(head_dim, rows, float(theta), q.device)
     else:
-        # A table made under a compiler, mode or transform must not outlive it.
+        # A table computed under a compiler, mode or transform must not outlive it.
         cos, sin = _make_tables(head_dim, tokens, theta, q.device)
     rotated: tuple[Tensor, Tensor] = apply_rope(q, k, cos, sin, interleaved=True, impl=impl)
     return rotated
@@ -209,7 +209,7 @@ def _rotate_by_index(q: Tensor, k: Tensor, seq_len: int, theta: float, impl: str
 
 @lru_cache(maxsize=8)
 def _cached_tables(head_dim: int, rows: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # a table first made in inference mode may be used in training later
+    with torch.inference_mode(False):  # a table first computed in inference mode may be used in training later
         cos, sin = _make_tables(head_dim, rows, theta, device)
     if device.type == "cuda":
         # The next call may come on another stream, which does not wait for the work on this one.

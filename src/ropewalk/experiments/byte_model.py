@@ -94,8 +94,8 @@ def choose_size(
     device = choose_device(name)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels that are told no device are there
-    given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
-    return device, dataclasses.replace(sizes[preset or device.type], **given)
+    named: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    return device, dataclasses.replace(sizes[preset or device.type], **named)
 
 
 def as_tokens(text: bytes) -> Tensor:

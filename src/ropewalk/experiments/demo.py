@@ -148,9 +148,9 @@ def check_rotation(device: torch.device, seed: int, tokens: int = 2048) -> list[
     truth = rotate_complex(q.double(), (torch.arange(tokens).double()[:, None] * inv_freq).to(device))
     ours = apply_rope(q, None, *rope_table(tokens, inv_freq, device=device), interleaved=True)[0]
     in_float32 = rotate_complex(q, torch.arange(tokens, device=device)[:, None] * inv_freq.float().to(device))
-    of_rotation = (_relative_error(ours, truth), _relative_error(in_float32, truth))
+    rotation_errors = (_relative_error(ours, truth), _relative_error(in_float32, truth))
     table = (f"cos at position {FAR:,}", "rope_table", errors[0], errors[1])
-    return [table, (f"rotation of {tokens:,} tokens", choose(None, device), *of_rotation)]
+    return [table, (f"rotation of {tokens:,} tokens", choose(None, device), *rotation_errors)]
 
 
 def check_attention(device: torch.device, seed: int, tokens: int = 256) -> list[Check]:

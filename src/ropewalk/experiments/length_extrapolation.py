@@ -309,10 +309,10 @@ def draw_length_record(run: dict[str, Any], rows: Sequence[Row], path: Path) -> 
     losses, keys = losses_of(rows), _farthest_keys(rows)
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     panels = figure.subplots(1, 2 if keys else 1, squeeze=False)[0]
-    for axes, of_panel, x, y, factor in zip(
+    for axes, panel_rows, x, y, factor in zip(
         panels, (losses, keys), ("length", "distance"), ("loss", "right"), (1, 100), strict=False
     ):
-        for number, (label, line) in enumerate(_lines(of_panel).items()):
+        for number, (label, line) in enumerate(_lines(panel_rows).items()):
             look = {"linestyle": ("-", "--", ":")[number % 3], "marker": "os^"[number % 3], "color": f"C{number % 10}"}
             errors = [factor * _standard_error(row) for row in line]
             at, values = [row[x] for row in line], [factor * row[y] for row in line]

@@ -63,16 +63,16 @@ def agree(
         return
     text = None if error is None else f"{type(error).__name__}: {error}"
     values = {name: repr(value) for name, value in kind or ()}
-    of_ranks: list[Any] = [None] * layout.size
-    dist.all_gather_object(of_ranks, (text, values), group=layout.group)
+    texts_and_values: list[Any] = [None] * layout.size
+    dist.all_gather_object(texts_and_values, (text, values), group=layout.group)
     if error is not None:
         return  # the caller raises it
-    for rank, (other_text, _) in enumerate(of_ranks):
+    for rank, (other_text, _) in enumerate(texts_and_values):
         if other_text is not None:
             raise ValueError(f"the call cannot run on rank {layout.rank}, because rank {rank} raised {other_text}")
     others = [rank for rank, other in enumerate(numbers) if other != number]
     other = min(others)
-    _, values_there = of_ranks[other]
+    _, values_there = texts_and_values[other]
     names = [name for name in (*values, *values_there) if values.get(name) != values_there.get(name)]
     differences = (
         f"{name} is {values.get(name)} on rank {layout.rank} and {values_there.get(name)} on rank {other}"

@@ -121,9 +121,9 @@ def context_parallel_attention(
         torch.Size([1, 100, 4, 64])
         >>> dist.destroy_process_group()
     """
-    given = Arguments(position, causal, window, scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, gate=gate)
-    given = given._replace(layout=layout_of_tensors)
-    return _attend(q, k, v, layout, given, norm, method, sum_gradients, return_lse, deterministic, impl)
+    arguments = Arguments(position, causal, window, scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, gate=gate)
+    arguments = arguments._replace(layout=layout_of_tensors)
+    return _attend(q, k, v, layout, arguments, norm, method, sum_gradients, return_lse, deterministic, impl)
 
 
 def _attend(
@@ -131,7 +131,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     layout: SequenceLayout,
-    given: Arguments,
+    arguments: Arguments,
     norm: QKNorm | None,
     method: str | None = None,
     sum_gradients: bool = False,
@@ -142,17 +142,19 @@ def _attend(
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
     if is_dtensor(q):
-        return _attend_dtensors(q, k, v, layout, given, norm, method, sum_gradients, return_lse, deterministic, impl)
+        return _attend_dtensors(
+            q, k, v, layout, arguments, norm, method, sum_gradients, return_lse, deterministic, impl
+        )
     _count(layout)
-    options = {"scale": given.scale, "softcap": given.softcap, "deterministic": deterministic, "impl": impl}
-    q, k, v, gate = api.lower_for_autocast(q, k, v, given.gate)
+    options = {"scale": arguments.scale, "softcap": arguments.softcap, "deterministic": deterministic, "impl": impl}
+    q, k, v, gate = api.lower_for_autocast(q, k, v, arguments.gate)
     try:
-        call = _check(q, k, v, layout, given._replace(gate=gate), norm, options)
+        call = _check(q, k, v, layout, arguments._replace(gate=gate), norm, options)
         call = flatten_nodes(call, method)
         method = choose(call, method)
         kind = (
             *_kind(call, norm),
-            *(("gate", _describe(gate)), ("return_lse", return_lse), ("layout_of_tensors", given.layout)),
+            *(("gate", _describe(gate)), ("return_lse", return_lse), ("layout_of_tensors", arguments.layout)),
             *(("sum_gradients", sum_gradients), ("method", method)),
         )
         if sum_gradients:
@@ -165,13 +167,13 @@ def _attend(
         refuse(layout, error)
     agree(layout, kind, None)
     out, lse = _RUN[method](call) if call.layout.between is None else attend_within(call, _RUN[method])
-    out = from_bhtd(out, given.layout)
+    out = from_bhtd(out, arguments.layout)
     if gate is not None:
-        missing = ~layout.valid.view(-1, *(1,) * (gate.ndim - 1 - _TOKENS[given.layout]))
+        missing = ~layout.valid.view(-1, *(1,) * (gate.ndim - 1 - _TOKENS[arguments.layout]))
         out = apply_gate(out, gate.masked_fill(missing, 0))
     if not return_lse:
         return out
-    return out, lse.squeeze(0) if given.layout == "thd" else lse
+    return out, lse.squeeze(0) if arguments.layout == "thd" else lse
 
 
 def _count(layout: SequenceLayout) -> None:
@@ -185,7 +187,7 @@ def _attend_dtensors(
     k: Tensor,
     v: Tensor,
     layout: SequenceLayout,
-    given: Arguments,
+    arguments: Arguments,
     norm: QKNorm | None,
     method: str | None,
     sum_gradients: bool,
@@ -195,7 +197,7 @@ def _attend_dtensors(
     """Run a call on this rank's parts of DTensors, whose tokens are shards of the layout."""
     from ropewalk.ops import dtensor
 
-    keywords = {**given._asdict(), "norm": norm, "return_lse": return_lse, "return_max_logits": False}
+    keywords = {**arguments._asdict(), "norm": norm, "return_lse": return_lse, "return_max_logits": False}
     try:
         shards, parts, local = dtensor.to_parts(
             api.attention, q, k, v, keywords, partial(is_over, layout), not sum_gradients
@@ -213,47 +215,47 @@ def _check(
     k: Tensor,
     v: Tensor,
     layout: SequenceLayout,
-    given: Arguments,
+    arguments: Arguments,
     norm: QKNorm | None,
     options: dict[str, Any],
 ) -> ShardedCall:
     """Check a call and return it, its features not yet mapped."""
-    tokens = _TOKENS.get(given.layout)
+    tokens = _TOKENS.get(arguments.layout)
     if tokens is None:
-        raise ValueError(f"layout_of_tensors is {given.layout!r}, but must be 'bthd', 'bhtd' or 'thd'")
+        raise ValueError(f"layout_of_tensors is {arguments.layout!r}, but must be 'bthd', 'bhtd' or 'thd'")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, Tensor) and x.ndim == len(given.layout):
+        if isinstance(x, Tensor) and x.ndim == len(arguments.layout):
             if x.shape[tokens] != layout.n_local:
                 refuse_tokens(layout, name, x.shape[tokens])
             if x.device != layout.device:
                 raise ValueError(f"{name} is on {x.device}, but must be on the layout's device, {layout.device}")
-    if given.layout == "thd":
-        bounds = torch.arange(2, device=layout.device) * layout.n_local  # made there: a copy would wait
-        given = given._replace(cu_seqlens_q=bounds)
-    checked = validate(q, k, v, given)
+    if arguments.layout == "thd":
+        bounds = torch.arange(2, device=layout.device) * layout.n_local  # created there: a copy would wait
+        arguments = arguments._replace(cu_seqlens_q=bounds)
+    checked = validate(q, k, v, arguments)
     positions = layout.positions[None]
-    if given.positions_q is not None or given.positions_k is not None:
-        if given.positions_q is not given.positions_k:
+    if arguments.positions_q is not None or arguments.positions_k is not None:
+        if arguments.positions_q is not arguments.positions_k:
             raise NotImplementedError(
                 "positions_q and positions_k must be one tensor, or None, within context_parallel"
             )
-        if given.position.has_score_mod() or given.position.far_window() is not None:
+        if arguments.position.has_score_mod() or arguments.position.far_window() is not None:
             raise NotImplementedError(
-                f"positions_q must be None for {type(given.position).__name__} within context_parallel: its scores go "
-                f"by the layout's positions"
+                f"positions_q must be None for {type(arguments.position).__name__} within context_parallel: its scores "
+                f"go by the layout's positions"
             )
         assert checked.positions_q is not None
         positions = checked.positions_q
     if norm is not None:
         check_norm_fits(norm, False, None)
-        if goes_with_rotation(norm, given.position):
+        if goes_with_rotation(norm, arguments.position):
             check_mapped_alone(checked._replace(tables=NO_TABLES))
     return ShardedCall(
         layout,
         checked.q,
         checked.k,
         checked.v,
-        given.position,
+        arguments.position,
         positions,
         checked.causal,
         checked.window_left,
@@ -271,9 +273,9 @@ def _check_attention(call: ShardedCall) -> None:
     with outside(), torch.no_grad():
         for scheme in (call.scheme,) if impl is None else (call.scheme, NO_POSITION):
             options |= {"position": scheme, "sinks": call.sinks, "layout": "bhtd", "return_lse": True}
-            made = api.make_call(call.q, call.k, call.v, **options)
+            attention_call = api.make_call(call.q, call.k, call.v, **options)
         if impl is not None:  # the plainest call: more is asked of it where queries are attended
-            choose_backend(made, impl)
+            choose_backend(attention_call, impl)
 
 
 def _kind(call: ShardedCall, norm: QKNorm | None) -> Kind:
@@ -365,21 +367,21 @@ def context_parallel(layout: SequenceLayout) -> Iterator[None]:
 
 
 def _attend_in_context(shards_of: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
-    """Run a call of `attention` that was made within a context; `layout` is that of its tensors."""
+    """Run a call of `attention` within a context; `layout` is that of its tensors."""
     _count(shards_of)
     for name in _LOCAL:
         if keywords[name] is not None:
             text = "it speaks of local tokens; documents are SequenceLayout(…, cu_seqlens=…)"
-            refuse(shards_of, ValueError(f"{name} was given within context_parallel, but must be None: {text}"))
+            refuse(shards_of, ValueError(f"{name} was passed within context_parallel, but must be None: {text}"))
     if keywords["blocks"] is not None:
-        text = "blocks was given within context_parallel, but must be None: lists of blocks are not supported"
+        text = "blocks was passed within context_parallel, but must be None: lists of blocks are not supported"
         refuse(shards_of, NotImplementedError(text))
     unread = why_unread(api.attention, keywords, READS)
     if unread is not None:
         refuse(shards_of, NotImplementedError(f"{unread} within context_parallel"))
-    given = Arguments(**{name: keywords[name] for name in READS if name in Arguments._fields})
+    arguments = Arguments(**{name: keywords[name] for name in READS if name in Arguments._fields})
     rest = {name: keywords[name] for name in READS if name not in Arguments._fields}
-    return _attend(q, k, v, shards_of, given, **rest)
+    return _attend(q, k, v, shards_of, arguments, **rest)
 
 
 def explain_context_parallel(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> ContextParallelChoice:
@@ -419,6 +421,6 @@ def explain_context_parallel(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -
     unknown = [name for name in keywords if name not in Arguments._fields or name not in READS]
     if unknown:
         raise TypeError(f"explain_context_parallel got {unknown[0]}, which is no argument of it")
-    given = Arguments(**keywords)
-    call = _check(q, k, v, layout, given, norm, {"scale": given.scale, "softcap": given.softcap, **options})
+    arguments = Arguments(**keywords)
+    call = _check(q, k, v, layout, arguments, norm, {"scale": arguments.scale, "softcap": arguments.softcap, **options})
     return explain(call, method)

@@ -113,38 +113,40 @@ def prepare_features(call: ShardedCall, norm: QKNorm | None) -> tuple[Tensor, Te
             norm = None
         if norm is None and not _maps_features(scheme):
             return q, k, v, scheme
-        made = _call_that_maps(call._replace(q=q, k=k, v=v))
+        mapped = _call_that_maps(call._replace(q=q, k=k, v=v))
         if norm is not None:
-            made = norm_call(made, norm, norm_impl)
-            is_mapped = type(made.scheme) is not type(scheme)
-            q, k = made.q, made.k
+            mapped = norm_call(mapped, norm, norm_impl)
+            is_mapped = type(mapped.scheme) is not type(scheme)
+            q, k = mapped.q, mapped.k
         else:
-            is_mapped = made.tables.q is not None
+            is_mapped = mapped.tables.q is not None
             if is_mapped:
-                q, k = map_features(made)
+                q, k = map_features(mapped)
     if not is_mapped:
         return q, k, v, scheme
     return q, k, v, ScoresAlone(scheme) if scheme.has_score_mod() else NoPosition()
 
 
 def _call_that_maps(call: ShardedCall) -> AttentionCall:
-    """Return a call whose tables map the features of a shard; tables by the layout's positions are kept."""
+    """Return a call whose tables map the features of a shard; tables by the layout's positions are cached."""
     q, k, v, layout, positions = call.q, call.k, call.v, call.layout, call.positions
     key: Any = None
     is_plain = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
     if is_plain and not torch._C._len_torch_dispatch_stack() and positions.data_ptr() == layout.positions.data_ptr():
         identity = identity_of(call.scheme)
         key = None if identity is None else ("maps", identity, q.shape, k.shape, v.shape, q.dtype)
-    made: AttentionCall | None = None if key is None else layout.tables.get(key)
-    if made is None:
-        made = api.make_call(q, k, v, position=call.scheme, positions_q=positions, positions_k=positions, layout="bhtd")
+    mapped: AttentionCall | None = None if key is None else layout.tables.get(key)
+    if mapped is None:
+        mapped = api.make_call(
+            q, k, v, position=call.scheme, positions_q=positions, positions_k=positions, layout="bhtd"
+        )
         is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        if key is not None and made.q is q and not is_captured:
+        if key is not None and mapped.q is q and not is_captured:
             if q.is_cuda:
                 torch.cuda.current_stream().synchronize()  # the next reader may be on another stream
-            layout.tables[key] = made._replace(q=q[:0].detach(), k=k[:0].detach(), v=v[:0].detach())
-        return made
-    return made._replace(q=q, k=k, v=v)
+            layout.tables[key] = mapped._replace(q=q[:0].detach(), k=k[:0].detach(), v=v[:0].detach())
+        return mapped
+    return mapped._replace(q=q, k=k, v=v)
 
 
 def _maps_features(scheme: PositionScheme) -> bool:
@@ -222,10 +224,10 @@ def attend(
             out, lse = api.attention(q, k, v, return_lse=True, **arguments)
             return out, lse
         impl = arguments.pop("impl")
-        made = api.make_call(q, k, v, return_lse=True, dropout_p=call.dropout_p, **arguments)
-        backend = choose(made, impl)
-        seed = make_seed(made.q) + call.layout.rank  # ranks must not drop alike
-        out, lse_of_call = api.run(made._replace(seed=seed), backend)
+        plain_call = api.make_call(q, k, v, return_lse=True, dropout_p=call.dropout_p, **arguments)
+        backend = choose(plain_call, impl)
+        seed = make_seed(plain_call.q) + call.layout.rank  # ranks must not drop alike
+        out, lse_of_call = api.run(plain_call._replace(seed=seed), backend)
         assert lse_of_call is not None
         layout = arguments["layout"]
         return from_bhtd(out, layout), lse_of_call.squeeze(0) if layout == "thd" else lse_of_call
@@ -244,8 +246,8 @@ def attend_packed(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor, **keywords
     has_rows = params is not None and params.ndim == 3 and params.shape[0] == batch
     calls = [call._replace(scheme=OfRow(call.scheme, row, batch)) if has_rows else call for row in range(batch)]
     results = [
-        attend(of_row, *(x[row].transpose(0, 1) for x in (q, k, v)), layout="thd", **keywords)
-        for row, of_row in enumerate(calls)
+        attend(row_call, *(x[row].transpose(0, 1) for x in (q, k, v)), layout="thd", **keywords)
+        for row, row_call in enumerate(calls)
     ]
     return torch.stack([out.transpose(0, 1) for out, _ in results]), torch.stack([lse for _, lse in results])
 

@@ -238,14 +238,14 @@ def _predict_on_device(call: ShardedCall, method: str) -> Cost:
     if layout.between is None or layout.within is None:
         return _predict(sizes, method, reach)
     n = layout.within.size
-    swap = _of_ulysses(sizes, n)
-    of_node = per_head * n
+    swap = _ulysses_cost(sizes, n)
+    node_bytes = per_head * n
     sizes = sizes._replace(
         layout=layout.between,
         heads=heads // n,
         key_heads=max(1, key_heads // n),
-        bytes_of_q=of_node,
-        bytes_of_k=of_node,
+        bytes_of_q=node_bytes,
+        bytes_of_k=node_bytes,
         link=_NETWORK,
     )
     cost = _predict(sizes, method, reach)
@@ -261,14 +261,14 @@ def _predict_on_device(call: ShardedCall, method: str) -> Cost:
 
 def _predict(sizes: _Sizes, method: str, reach: tuple[int | None, int | None]) -> Cost:
     if method == "ulysses":
-        return _of_ulysses(sizes, sizes.layout.size)
+        return _ulysses_cost(sizes, sizes.layout.size)
     if method == "ring":
-        return _of_ring(sizes)
+        return _ring_cost(sizes)
     left, right = reach if method == "halo" else (None, reach[1])
-    return _of_gather(sizes, find_exchange(sizes.layout, left, right).n_received)
+    return _gather_cost(sizes, find_exchange(sizes.layout, left, right).n_received)
 
 
-def _of_gather(sizes: _Sizes, n_received: int) -> Cost:
+def _gather_cost(sizes: _Sizes, n_received: int) -> Cost:
     """Keys and values by groups of heads, one group ahead; in the backward again, and their gradients."""
     n, shard = sizes.layout.size, sizes.bytes_of_k * sizes.key_heads
     received = shard * n_received // sizes.layout.n_local
@@ -286,7 +286,7 @@ def _of_gather(sizes: _Sizes, n_received: int) -> Cost:
     return Cost(received, 2 * received, held, transfer, exposed, 1)
 
 
-def _of_ulysses(sizes: _Sizes, n: int) -> Cost:
+def _ulysses_cost(sizes: _Sizes, n: int) -> Cost:
     """Queries, keys, values and the output, and all their gradients: nothing is hidden, and all is reordered."""
     if n == 1:
         return Cost(0, 0, 0, 0.0, 0.0, 1)
@@ -297,7 +297,7 @@ def _of_ulysses(sizes: _Sizes, n: int) -> Cost:
     return Cost(moved, moved, whole, transfer, transfer + 2 * 4 * whole / _MEMORY + 8 * _LATENCY, 2)
 
 
-def _of_ring(sizes: _Sizes) -> Cost:
+def _ring_cost(sizes: _Sizes) -> Cost:
     """Keys and values in hops; gradients of keys, in float32, follow. Outputs are merged in float32."""
     n, shard = sizes.layout.size, sizes.bytes_of_k * sizes.key_heads
     if n == 1:

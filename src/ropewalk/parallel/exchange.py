@@ -38,7 +38,7 @@ class Exchange(NamedTuple):
     read: tuple[Part, ...]  # of others' shards
     lent: tuple[Part, ...]  # to others
     lent_rows: tuple[slice, ...]  # the rows of this shard that any other rank reads
-    kept_rows: tuple[slice, ...]  # those that none does
+    unlent_rows: tuple[slice, ...]  # those that none does
     is_lent_once: bool  # no row to two ranks
     unread: tuple[tuple[int, slice], ...]  # rows of this shard that a rank does not read
     n_received: int  # the tokens that a rank reads of others, at most
@@ -93,7 +93,7 @@ def _make(layout: SequenceLayout, left: int | None, right: int | None) -> Exchan
     places_of_own, places_of_read = (tuple(map(by_row.index, parts)) for parts in (own, others))
     rows, is_lent_once = _merge(lent)
     edges = [0, *(edge for part in rows for edge in (part.start, part.stop)), layout.n_local]
-    kept = tuple(slice(*edge) for edge in zip(edges[::2], edges[1::2], strict=True) if edge[0] < edge[1])
+    unlent = tuple(slice(*edge) for edge in zip(edges[::2], edges[1::2], strict=True) if edge[0] < edge[1])
     return Exchange(
         tuple(ranges),
         n_rows,
@@ -101,7 +101,7 @@ def _make(layout: SequenceLayout, left: int | None, right: int | None) -> Exchan
         others,
         tuple(lent),
         rows,
-        kept,
+        unlent,
         is_lent_once,
         tuple(unread),
         n_received,

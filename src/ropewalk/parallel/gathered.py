@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.ops.attention.autograd import node_of_call
+from ropewalk.ops.attention.autograd import find_node
 from ropewalk.ops.once import differentiable_once
 from ropewalk.parallel import shards
 from ropewalk.parallel.call import ShardedCall, attend, learned_of, with_learned
@@ -28,7 +28,7 @@ operations_of_group = 4e11
 # of attention's time, by copies at so many bytes/s beside so many FLOP/s.
 _KEY_HEADS, _SHARE, _COPIES, _RATE = 8, 0.02, 350e9, 600e12
 _MOST_GROUPS = 4
-kept_bytes = 256 << 20  # gathered keys and values of at most so many bytes are kept for the backward
+cached_bytes = 256 << 20  # gathered keys and values of at most so many bytes are saved for the backward
 
 
 def attend_gathered(call: ShardedCall) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ class _Groups:
         self.width = sum(self.widths)
         self.batch = batch
 
-    def of_q(self, index: int) -> slice:
+    def query_heads(self, index: int) -> slice:
         """Return a group's query heads."""
         return slice(index * self.heads, (index + 1) * self.heads)
 
@@ -189,7 +189,7 @@ class _Groups:
         """Return the call of a group's query heads; its q, k and v are those of the call."""
         if self.count == 1:
             return call
-        heads = self.of_q(index)
+        heads = self.query_heads(index)
         scheme, n_heads = call.scheme, call.q.shape[1]
         if scheme.has_score_mod():
             scheme = OfHeads(scheme, heads.start, n_heads)
@@ -213,8 +213,8 @@ class _Groups:
         """Return a view (G, T_local, B, heads, D) of (B, K, T_local, D)."""
         if self.count == 1:
             return x.permute(2, 0, 1, 3)[None]
-        of_groups: Tensor = x.unflatten(1, (self.count, -1))
-        return of_groups.permute(1, 3, 0, 2, 4)
+        grouped: Tensor = x.unflatten(1, (self.count, -1))
+        return grouped.permute(1, 3, 0, 2, 4)
 
 
 class _Fetcher:
@@ -251,11 +251,11 @@ class _Shelf:
     def __init__(self, transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> None:
         self.exchange, self.groups = exchange, groups
         (self.rows,) = transport.shelve([(groups.count, k.shape[2], groups.width)], k.dtype)
-        self.given = [groups.by_group(x) for x in (k, v)]
+        self.kv = [groups.by_group(x) for x in (k, v)]
         n_lent = sum(rows.stop - rows.start for rows in exchange.lent_rows)
         # Where much is lent all is laid out: contiguous rows are copied by fewer launches, and twice as fast.
         self.is_whole = groups.count > 1 or 2 * n_lent >= k.shape[2]
-        for shelf, x in zip(groups.split_both(self.rows), self.given, strict=True):
+        for shelf, x in zip(groups.split_both(self.rows), self.kv, strict=True):
             if self.is_whole:
                 shelf.copy_(x)
                 continue
@@ -268,11 +268,11 @@ class _Shelf:
         if self.is_whole:
             shelf = self.rows[index]
             return [(rows, shelf[part.rows_of_shard]) for rows, part in parts]
-        given = [x[index] for x in self.given]
+        kv = [x[index] for x in self.kv]
         return [
             (target, x[part.rows_of_shard])
             for rows, part in parts
-            for target, x in zip(self.groups.split_both(rows), given, strict=True)
+            for target, x in zip(self.groups.split_both(rows), kv, strict=True)
         ]
 
 
@@ -321,7 +321,7 @@ class _Overlapped(torch.autograd.Function):
         fetcher.start(0)
         # By the rank that reads the most: where one gathers again in its backward all must lend again.
         n_rows = layout.n_local + exchange.n_received
-        is_kept = groups.count * n_rows * groups.width * k.element_size() <= kept_bytes
+        is_cached = groups.count * n_rows * groups.width * k.element_size() <= cached_bytes
         is_joined = groups.count == 1 and not layout.has_padding
         if not is_joined:
             out = _empty_like_tokens(q, v.shape[3])
@@ -331,16 +331,16 @@ class _Overlapped(torch.autograd.Function):
             lse.zero_()
         graphs: list[tuple[_Leaves, list[Result]]] = []
         for index in range(groups.count):
-            heads = groups.of_q(index)
-            of_k, of_v = fetcher.take(index)
+            heads = groups.query_heads(index)
+            group_k, group_v = fetcher.take(index)
             if index + 1 < groups.count:
                 memory.append(groups.empty(k, exchange.n_rows))
                 fetcher.start(index + 1)
             with torch.set_grad_enabled(needs_grad):
-                of_group = groups.select(call, index)
-                source: Any = _Slices(of_group.q, of_k, of_v, exchange)
+                group_call = groups.select(call, index)
+                source: Any = _Slices(group_call.q, group_k, group_v, exchange)
                 source = _Leaves(source) if needs_grad else source
-                results = list(attend_runs(of_group, source))
+                results = list(attend_runs(group_call, source))
             if is_joined:
                 out = _cat_tokens([result.out for result in results])
                 lse = torch.cat([result.lse for result in results], 2)
@@ -349,12 +349,12 @@ class _Overlapped(torch.autograd.Function):
                 lse[:, heads, result.rows] = result.lse
             if needs_grad:
                 graphs.append((source, results))
-            if not is_kept or not needs_grad:
+            if not is_cached or not needs_grad:
                 _release(memory[index])
         if needs_grad:
             ctx.save_for_backward(k, v)
             ctx.call, ctx.exchange, ctx.groups, ctx.graphs = call._replace(k=k[:0], v=v[:0]), exchange, groups, graphs
-            ctx.memory, ctx.is_kept, ctx.leaves = memory, is_kept, leaves
+            ctx.memory, ctx.is_cached, ctx.leaves = memory, is_cached, leaves
             ctx.set_materialize_grads(False)
         return out, lse
 
@@ -366,15 +366,15 @@ class _Overlapped(torch.autograd.Function):
         layout, transport = call.layout, transport_of(call.layout)
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         home = _Home(transport, exchange, groups, k, v)
-        shelf = None if ctx.is_kept else _Shelf(transport, exchange, groups, k, v)
+        shelf = None if ctx.is_cached else _Shelf(transport, exchange, groups, k, v)
         fetcher = _Fetcher(transport, exchange, groups, ctx.memory, shelf)
-        if ctx.is_kept:
+        if ctx.is_cached:
             transport.open_inbox()
         else:
             transport.open()
 
         def start(index: int) -> None:
-            if index < groups.count and not ctx.is_kept:
+            if index < groups.count and not ctx.is_cached:
                 memory = ctx.memory[index]
                 memory.untyped_storage().resize_(memory.nbytes)
                 fetcher.start(index)
@@ -384,12 +384,12 @@ class _Overlapped(torch.autograd.Function):
         is_joined = groups.count == 1 and not layout.has_padding
         if not is_joined:
             grad_q = (torch.zeros_like if layout.has_padding else torch.empty_like)(call.q)
-        of_parameters = [torch.zeros_like(x) for x in parameters]
+        grads_parameters = [torch.zeros_like(x) for x in parameters]
         for index, (source, results) in enumerate(ctx.graphs):
-            if not ctx.is_kept:
+            if not ctx.is_cached:
                 fetcher.take(index)
             start(index + 1)
-            heads = groups.of_q(index)
+            heads = groups.query_heads(index)
             grads = [
                 [None if grad is None else grad[:, heads, result.rows] for grad in (grad_out, grad_lse)]
                 for result in results
@@ -399,27 +399,27 @@ class _Overlapped(torch.autograd.Function):
             last = first + len(source.kv)
             for number, part in enumerate(found[last:]):
                 if part is not None:
-                    of_parameters[number] += part
-            of_kv = [
+                    grads_parameters[number] += part
+            group_grads_kv = [
                 _sum_ranges(source.rows_k, found[first + number : last : 2], exchange.n_rows, x, groups.key_heads)
                 for number, x in enumerate((k, v))
             ]
-            if not (ctx.is_kept and keeps_graph):
+            if not (ctx.is_cached and keeps_graph):
                 _release(ctx.memory[index])
-            home.send(index, of_kv)  # before the copies below: transfers take longer
-            of_q = found[:first]
+            home.send(index, group_grads_kv)  # before the copies below: transfers take longer
+            grads_of_runs = found[:first]
             if is_joined:
                 grad_q = _cat_tokens(
-                    [torch.zeros_like(x) if y is None else y for x, y in zip(source.q, of_q, strict=True)]
+                    [torch.zeros_like(x) if y is None else y for x, y in zip(source.q, grads_of_runs, strict=True)]
                 )
-            for rows, part in zip(source.rows_q, of_q, strict=True) if not is_joined else ():
+            for rows, part in zip(source.rows_q, grads_of_runs, strict=True) if not is_joined else ():
                 grad_q[:, heads, rows] = 0 if part is None else part
         grads_kv = home.collect()
         n_learned = len(ctx.leaves)
         if not keeps_graph:
             ctx.graphs = ctx.memory = None  # the node lives as long as the output
-        grad_sinks = of_parameters[n_learned] if len(of_parameters) > n_learned else None
-        return None, None, None, None, grad_q, *grads_kv, grad_sinks, *of_parameters[:n_learned]
+        grad_sinks = grads_parameters[n_learned] if len(grads_parameters) > n_learned else None
+        return None, None, None, None, grad_q, *grads_kv, grad_sinks, *grads_parameters[:n_learned]
 
 
 def _differentiate(
@@ -431,18 +431,18 @@ def _differentiate(
 ) -> list[Tensor | None]:
     """Return the gradients of leaves and parameters by those of each output and its log-sum-exp."""
     inputs = [*source.q, *source.kv, *parameters]
-    nodes = [] if parameters else [node_of_call(result.out, result.lse) for result in results]
+    nodes = [] if parameters else [find_node(result.out, result.lse) for result in results]
     leaves = list(zip(source.q, source.kv[::2], source.kv[1::2], strict=True))
     if nodes and all(map(_reads_leaves_alone, nodes, leaves)):  # the engine would run these alone, and takes longer
-        of_results = [node.apply(*of_result)[:3] for node, of_result in zip(nodes, grads, strict=True)]
-        return [*(of_q for of_q, *_ in of_results), *(x for _, *of_kv in of_results for x in of_kv)]
+        grads_of_runs = [node.apply(*run_grads)[1:4] for node, run_grads in zip(nodes, grads, strict=True)]
+        return [*(grad_q for grad_q, *_ in grads_of_runs), *(x for _, *grads_kv in grads_of_runs for x in grads_kv)]
     outputs = [x for result in results for x in (result.out, result.lse)]
-    given = [grad for of_result in grads for grad in of_result]
-    outputs = [x for x, grad in zip(outputs, given, strict=True) if grad is not None]
-    given = [grad for grad in given if grad is not None]
-    if not given:
+    grad_outputs = [grad for run_grads in grads for grad in run_grads]
+    outputs = [x for x, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
+    grad_outputs = [grad for grad in grad_outputs if grad is not None]
+    if not grad_outputs:
         return [None] * len(inputs)
-    return list(torch.autograd.grad(outputs, inputs, given, keeps_graph, allow_unused=True))
+    return list(torch.autograd.grad(outputs, inputs, grad_outputs, keeps_graph, allow_unused=True))
 
 
 def _reads_leaves_alone(node: Any, leaves: tuple[Tensor, Tensor, Tensor]) -> bool:
@@ -486,14 +486,14 @@ class _Home:
             self.leaving.pop(0)[0]()
         exchange = self.exchange
         pieces = [x.split_with_sizes(exchange.lengths) for x in parts]
-        given = [[rows[place] for place in exchange.places_of_read] for rows in pieces]
+        sent = [[rows[place] for place in exchange.places_of_read] for rows in pieces]
         own = [
             (target[part.rows_of_shard], self.groups.split(rows[place], dim))
             for rows, target, dim in zip(pieces, [x[index] for x in self.own], self.groups.dims, strict=True)
             for part, place in zip(exchange.own, exchange.places_of_own, strict=True)
         ]
         is_last = index + 1 == self.groups.count  # what follows waits for the transfers alone
-        wait = self.transport.give(index, given, exchange.read, exchange.lent, () if is_last else own)
+        wait = self.transport.give(index, sent, exchange.read, exchange.lent, () if is_last else own)
         self.leaving.append((wait, parts))
         for target, source in own if is_last else []:
             target.copy_(source)
@@ -511,7 +511,7 @@ class _Home:
             for part in self.exchange.lent:
                 rows = part.rows_of_shard
                 torch.add(own[:, rows], parts[part.rank, :, rows], out=total[:, rows])
-            for rows in self.exchange.kept_rows if not self.is_direct else ():
+            for rows in self.exchange.unlent_rows if not self.is_direct else ():
                 total[:, rows] = own[:, rows]
         return self.grads
 

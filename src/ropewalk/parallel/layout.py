@@ -144,7 +144,7 @@ class SequenceLayout:
             self.n_local = self._piece * len(self._pieces[0])
             self._runs = [self._find_runs(rank) for rank in range(self.size)]
         self.n_calls = 0  # of sharded attention, but for traced ones
-        self.agreed: set[Any] = set()  # kinds of calls of attention that all ranks have made alike
+        self.agreed: set[Any] = set()  # kinds of calls of attention that all ranks have run alike
         self.agreed_gathers: set[Any] = set()  # likewise of unshard_sequence
         self.indices = self.indices_of(self.rank).to(device)
         self.valid = self.indices >= 0
@@ -222,10 +222,10 @@ class SequenceLayout:
         pairs = 0.0
         for begin, end in pairwise(bounds):
             length = end - begin
-            of_query = length / 2 if causal else length
+            keys_per_query = length / 2 if causal else length
             if left is not None and (causal or right is not None):
-                of_query = min(of_query, left + 1 + (0 if causal else right or 0))
-            pairs += length * of_query
+                keys_per_query = min(keys_per_query, left + 1 + (0 if causal else right or 0))
+            pairs += length * keys_per_query
         return pairs / self.size
 
     def documents_in(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -256,35 +256,36 @@ def is_over(layout: SequenceLayout, mesh: DeviceMesh, dims: list[int]) -> bool:
     groups = [layout.group]
     if layout.between is not None and layout.within is not None:
         groups = [layout.between.group, layout.within.group]
-    of_layout, of_mesh = (
+    layout_ranks, mesh_ranks = (
         [dist.get_process_group_ranks(group) for group in xs] for xs in (groups, map(mesh.get_group, dims))
     )
-    return of_layout == of_mesh
+    return layout_ranks == mesh_ranks
 
 
 def _read_group(
-    given: Any,
+    mesh_or_group: Any,
 ) -> tuple[dist.ProcessGroup, torch.device, dist.ProcessGroup | None, Within | None]:
     """Return the group, the device of its tensors, and the groups between nodes and within one."""
     between = within = None
-    if isinstance(given, DeviceMesh):
-        if given.ndim > 2 or (given.ndim == 2 and not given.mesh_dim_names):
-            names = "without names" if given.ndim == 2 else ""
+    if isinstance(mesh_or_group, DeviceMesh):
+        if mesh_or_group.ndim > 2 or (mesh_or_group.ndim == 2 and not mesh_or_group.mesh_dim_names):
+            names = "without names" if mesh_or_group.ndim == 2 else ""
             raise ValueError(
-                f"mesh_or_group has {given.ndim} dimensions {names}".rstrip() + ", but must have 1, or 2 with names: "
+                f"mesh_or_group has {mesh_or_group.ndim} dimensions {names}".rstrip()
+                + ", but must have 1, or 2 with names: "
                 "pass mesh[name], the dimension that the sequence is sharded over"
             )
-        if given.ndim == 2:
-            between, inner = given.get_group(0), given.get_group(1)
+        if mesh_or_group.ndim == 2:
+            between, inner = mesh_or_group.get_group(0), mesh_or_group.get_group(1)
             within = Within(inner, dist.get_rank(inner), dist.get_world_size(inner))
-            group, kind = given._flatten().get_group(), given.device_type
+            group, kind = mesh_or_group._flatten().get_group(), mesh_or_group.device_type
         else:
-            group, kind = given.get_group(), given.device_type
-    elif isinstance(given, dist.ProcessGroup):
-        group = given
+            group, kind = mesh_or_group.get_group(), mesh_or_group.device_type
+    elif isinstance(mesh_or_group, dist.ProcessGroup):
+        group = mesh_or_group
         kind = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
     else:
-        raise TypeError(f"mesh_or_group is {type(given).__name__}, but must be a DeviceMesh or a ProcessGroup")
+        raise TypeError(f"mesh_or_group is {type(mesh_or_group).__name__}, but must be a DeviceMesh or a ProcessGroup")
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     return group, device, between, within
 

@@ -54,39 +54,39 @@ def find_pieces(call: ShardedCall, source: int) -> list[Piece]:
     if layout.kind == "striped":
         return _striped_pieces(call, source)
     pieces = []
-    for of_q in layout.runs_of(layout.rank):
-        for of_k in layout.runs_of(source):
-            if (call.causal and of_k.start >= of_q.stop) or _is_beyond(call, of_q, of_k):
+    for run_q in layout.runs_of(layout.rank):
+        for run_k in layout.runs_of(source):
+            if (call.causal and run_k.start >= run_q.stop) or _is_beyond(call, run_q, run_k):
                 continue
-            is_same = of_q.start == of_k.start
-            masked = _cuts(call, of_q, of_k) or not _is_one_document(layout, of_q, of_k)
-            if masked and layout.bounds is not None and not _share_documents(layout, of_q, of_k):
+            is_same = run_q.start == run_k.start
+            masked = _cuts(call, run_q, run_k) or not _is_one_document(layout, run_q, run_k)
+            if masked and layout.bounds is not None and not _share_documents(layout, run_q, run_k):
                 continue
-            pieces.append(Piece(of_q.rows, of_k.rows, call.causal and is_same, masked))
+            pieces.append(Piece(run_q.rows, run_k.rows, call.causal and is_same, masked))
     return pieces
 
 
-def _is_beyond(call: ShardedCall, of_q: Any, of_k: Any) -> bool:
+def _is_beyond(call: ShardedCall, run_q: Any, run_k: Any) -> bool:
     """Say whether no key of a run is in the window of any query of another."""
-    before = call.left is not None and of_q.start - (of_k.stop - 1) > call.left
-    return before or (call.right is not None and of_k.start - (of_q.stop - 1) > call.right)
+    before = call.left is not None and run_q.start - (run_k.stop - 1) > call.left
+    return before or (call.right is not None and run_k.start - (run_q.stop - 1) > call.right)
 
 
-def _cuts(call: ShardedCall, of_q: Any, of_k: Any) -> bool:
+def _cuts(call: ShardedCall, run_q: Any, run_k: Any) -> bool:
     """Say whether some key of a run is outside of the window of some query of another."""
-    before = call.left is not None and of_q.stop - 1 - of_k.start > call.left
-    return before or (call.right is not None and of_k.stop - 1 - of_q.start > call.right)
+    before = call.left is not None and run_q.stop - 1 - run_k.start > call.left
+    return before or (call.right is not None and run_k.stop - 1 - run_q.start > call.right)
 
 
-def _is_one_document(layout: SequenceLayout, of_q: Any, of_k: Any) -> bool:
+def _is_one_document(layout: SequenceLayout, run_q: Any, run_k: Any) -> bool:
     if layout.bounds is None:
         return True
-    start, stop = min(of_q.start, of_k.start), max(of_q.stop, of_k.stop)
+    start, stop = min(run_q.start, run_k.start), max(run_q.stop, run_k.stop)
     return any(begin <= start and stop <= end for begin, end in layout.documents_in(start, stop))
 
 
-def _share_documents(layout: SequenceLayout, of_q: Any, of_k: Any) -> bool:
-    both = layout.documents_in(of_q.start, of_q.stop), layout.documents_in(of_k.start, of_k.stop)
+def _share_documents(layout: SequenceLayout, run_q: Any, run_k: Any) -> bool:
+    both = layout.documents_in(run_q.start, run_q.stop), layout.documents_in(run_k.start, run_k.stop)
     return bool(set(both[0]) & set(both[1]))
 
 
@@ -129,17 +129,17 @@ def _mask(call: ShardedCall, queries: Tensor, keys: Tensor) -> Tensor:
         mask &= ahead <= call.right
     bounds = call.layout.cu_seqlens
     if bounds is not None:
-        of_q, of_k = (torch.searchsorted(bounds, x, right=True) for x in (queries, keys))
-        mask &= (of_q[:, None] == of_k[None, :]) & (of_q[:, None] < bounds.numel())
+        document_q, document_k = (torch.searchsorted(bounds, x, right=True) for x in (queries, keys))
+        mask &= (document_q[:, None] == document_k[None, :]) & (document_q[:, None] < bounds.numel())
     return mask
 
 
-def _merge(out: Tensor, lse: Tensor, of_piece: Tensor, lse_of_piece: Tensor) -> tuple[Tensor, Tensor]:
+def _merge(out: Tensor, lse: Tensor, piece_out: Tensor, piece_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two outputs by their log-sum-exp; −inf in both stays zeros."""
-    total = torch.logaddexp(lse, lse_of_piece)
+    total = torch.logaddexp(lse, piece_lse)
     base = torch.where(total.isinf(), 0.0, total)
-    weights = (torch.exp(x - base)[..., None] for x in (lse, lse_of_piece))
-    return out * next(weights) + of_piece.to(out.dtype) * next(weights), total
+    weights = (torch.exp(x - base)[..., None] for x in (lse, piece_lse))
+    return out * next(weights) + piece_out.to(out.dtype) * next(weights), total
 
 
 def _send_on(tensors: list[Tensor], layout: SequenceLayout) -> tuple[list[Tensor], list[Any]]:
@@ -199,22 +199,22 @@ class _Ring(torch.autograd.Function):
             source = (layout.rank - step) % layout.size
             is_last = step + 1 == layout.size
             coming, works = ([], []) if is_last else _send_on(visiting, layout)
-            of_shard = [torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in visiting]
+            grads_kv = [torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in visiting]
             for piece in find_pieces(call, source):
                 rows, rows_k = ((slice(None), slice(None), x) for x in (piece.q, piece.k))
                 tensors = q[rows], visiting[0][rows_k], visiting[1][rows_k]
-                of_piece = _Whole(*(x[rows] for x in whole))
-                parts = _differentiate(call, _keywords(call, piece, source), tensors, learned, of_piece)
-                totals = grad_q[rows], of_shard[0][rows_k], of_shard[1][rows_k], *grads_learned
+                piece_whole = _Whole(*(x[rows] for x in whole))
+                parts = _differentiate(call, _keywords(call, piece, source), tensors, learned, piece_whole)
+                totals = grad_q[rows], grads_kv[0][rows_k], grads_kv[1][rows_k], *grads_learned
                 for total, part in zip(totals, parts, strict=True):
                     if part is not None:
                         total += part
             # Gradients follow what they are of, and arrive while the next shard is differentiated.
             received, works_of_grads = arriving
             _wait(works_of_grads)
-            for total, part in zip(of_shard, received, strict=False):
+            for total, part in zip(grads_kv, received, strict=False):
                 total += part
-            arriving = _send_on(of_shard, layout) if layout.size > 1 else (of_shard, [])
+            arriving = _send_on(grads_kv, layout) if layout.size > 1 else (grads_kv, [])
             _wait(works)
             visiting = coming
         received, works_of_grads = arriving
@@ -250,26 +250,26 @@ def _differentiate(
         q, k, v = (x.detach().requires_grad_() for x in tensors)
         params = [x.detach().requires_grad_() for x in learned]
         arguments["position"] = with_learned(call.scheme, iter(params))
-        made = api.make_call(q, k, v, **arguments)
-        backend = KERNELS.get(choose(made, impl).name)
+        piece_call = api.make_call(q, k, v, **arguments)
+        backend = KERNELS.get(choose(piece_call, impl).name)
     if backend is None or (params and call.is_two_range):
         call = call._replace(scheme=arguments["position"])
         return _differentiate_again(call, keywords, (q, k, v), params, whole)
     with torch.no_grad():
-        far = map_far_features(made)
-        saved = Saved(*map_features(made), whole.lse.contiguous() / LN_2, *(far or ()))
-        made = without_inputs(made, saved)
-        of_scores = made.score_mod_params
-        wanted = Wanted(score_mod_params=of_scores is not None and of_scores.requires_grad)
-        grads = backward_of(backend, made, wanted).backward(
-            made, whole.out.to(q.dtype), saved, whole.grad_out.to(q.dtype), whole.grad_lse.contiguous(), wanted
+        far = map_far_features(piece_call)
+        saved = Saved(*map_features(piece_call), whole.lse.contiguous() / LN_2, *(far or ()))
+        piece_call = without_inputs(piece_call, saved)
+        score_params = piece_call.score_mod_params
+        wanted = Wanted(score_mod_params=score_params is not None and score_params.requires_grad)
+        grads = backward_of(backend, piece_call, wanted).backward(
+            piece_call, whole.out.to(q.dtype), saved, whole.grad_out.to(q.dtype), whole.grad_lse.contiguous(), wanted
         )
-    of_learned: tuple[Tensor | None, ...] = (None,) * len(params)
+    param_grads: tuple[Tensor | None, ...] = (None,) * len(params)
     if wanted.score_mod_params:
-        assert of_scores is not None
+        assert score_params is not None
         assert grads.score_mod_params is not None
-        of_learned = torch.autograd.grad(of_scores, params, grads.score_mod_params, allow_unused=True)
-    return grads.q, grads.k, grads.v, *of_learned
+        param_grads = torch.autograd.grad(score_params, params, grads.score_mod_params, allow_unused=True)
+    return grads.q, grads.k, grads.v, *param_grads
 
 
 def _differentiate_again(

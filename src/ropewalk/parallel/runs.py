@@ -131,7 +131,7 @@ class _Documents(NamedTuple):
 
 
 def _find_documents(call: ShardedCall, start: int, stop: int, documents: list[tuple[int, int]]) -> _Documents:
-    """Return the bounds for tokens start to below stop; kept, because copies to a device take time."""
+    """Return the bounds for tokens start to below stop; cached, because copies to a device take time."""
     key = ("documents", start, stop, call.causal, call.left, call.right)
     found: _Documents | None = call.layout.tables.get(key)
     if found is not None:
@@ -148,9 +148,11 @@ def _find_documents(call: ShardedCall, start: int, stop: int, documents: list[tu
         bounds_q.append(end_q - start)
         bounds_k.append(end_k - low)
     device = call.q.device
-    of_q, of_k = (torch.tensor(bounds, dtype=torch.int32, device=device) for bounds in (bounds_q, bounds_k))
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.tensor(bounds, dtype=torch.int32, device=device) for bounds in (bounds_q, bounds_k)
+    )
     # A kernel wants a key, if only one that nothing attends.
-    found = call.layout.tables[key] = _Documents(of_q, of_k, low, max(high, low + 1))
+    found = call.layout.tables[key] = _Documents(cu_seqlens_q, cu_seqlens_k, low, max(high, low + 1))
     return found
 
 
@@ -158,9 +160,9 @@ def _attend_documents(
     call: ShardedCall, source: Source, run: Run, start: int, stop: int, documents: list[tuple[int, int]]
 ) -> Result:
     """Attend from tokens start to below stop of a run to their documents; tokens of no document come last."""
-    of_q, of_k, low, high = _find_documents(call, start, stop, documents)
+    cu_seqlens_q, cu_seqlens_k, low, high = _find_documents(call, start, stop, documents)
     keywords: dict[str, Any] = {"causal": call.causal, "window": call.window, "sinks": call.sinks}
-    keywords["cu_seqlens_q"], keywords["cu_seqlens_k"] = of_q, of_k
+    keywords["cu_seqlens_q"], keywords["cu_seqlens_k"] = cu_seqlens_q, cu_seqlens_k
     if call.is_two_range or (call.reads_positions and not call.causal):
         for name, (first, last) in (("positions_q", (start, stop)), ("positions_k", (low, high))):
             keywords[name] = call.layout.positions_at(torch.arange(first, last, device=call.q.device))

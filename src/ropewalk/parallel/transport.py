@@ -27,7 +27,7 @@ Pairs = Iterable[tuple[Tensor, Tensor]]  # a target and what is copied to it, on
 Wait = Callable[[], None]  # let the current stream, or a CPU, wait until parts have arrived
 _TIMEOUT_MS = 600_000  # of ranks that wait for each other
 _ALIGNMENT = 256  # bytes
-_MOST_ROWS = 256  # lists of views of the ranks' rows that are kept: packed documents are ever-new
+_MOST_ROWS = 256  # lists of views of the ranks' rows that are cached: packed documents are ever-new
 
 symmetric_is_allowed = True  # False: messages everywhere
 
@@ -170,7 +170,7 @@ class SymmetricMemory(OfGroup):
         self.turn = 1 - self.turn
         self.shelf_key = (self.turn * self.shelf_bytes, *shapes, dtype)
         self.shelves = self._views(self.shelf_key, shapes, dtype)
-        return [of_ranks[self.rank] for of_ranks in self.shelves]
+        return [views[self.rank] for views in self.shelves]
 
     def inbox(self, shapes: Shapes, dtype: torch.dtype, exchange: Exchange) -> tuple[list[Tensor], bool]:
         """Return the inbox."""
@@ -182,7 +182,7 @@ class SymmetricMemory(OfGroup):
         last_key, last_exchange = self.last
         is_last = not self.is_captured and last_key == self.inbox_key and last_exchange is exchange
         self.last = self.inbox_key, exchange
-        return [of_ranks[self.rank] for of_ranks in self.inboxes], is_last
+        return [views[self.rank] for views in self.inboxes], is_last
 
     def open(self) -> None:
         """Wait for the other ranks, on the device."""
@@ -295,11 +295,11 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, Transport]]
 
 def transport_of(layout: SequenceLayout) -> Transport:
     """Return the transport of a layout's group, the same on each rank. All ranks ask at once."""
-    of_group = _transports.setdefault(layout.group, {})
-    if symmetric_is_allowed not in of_group:
+    by_allowance = _transports.setdefault(layout.group, {})
+    if symmetric_is_allowed not in by_allowance:
         is_symmetric = symmetric_is_allowed and can_copy(layout)
-        of_group[symmetric_is_allowed] = SymmetricMemory(layout) if is_symmetric else Messages(layout)
-    return of_group[symmetric_is_allowed]
+        by_allowance[symmetric_is_allowed] = SymmetricMemory(layout) if is_symmetric else Messages(layout)
+    return by_allowance[symmetric_is_allowed]
 
 
 def can_copy(layout: SequenceLayout) -> bool:

@@ -55,7 +55,7 @@ class AttentionBench(Bench):
         return list(self.options.impls or (("triton",) if self.device.type == "cuda" else ("reference",)))
 
     @property
-    def given(self) -> Mapping[str, object]:
+    def row_options(self) -> Mapping[str, object]:
         return {"impls": self._impls, "protocols": list(self.options.protocols), "rounds": self.options.rounds}
 
     @property
@@ -83,7 +83,7 @@ class AttentionBench(Bench):
 
     def candidates(self, case: AttentionCase, mode: str, opened: _Opened) -> Iterator[Candidate]:
         gates, found = opened
-        return (candidate.of_mode(mode, gates[candidate.case.name]) for candidate in found[mode])
+        return (candidate.for_mode(mode, gates[candidate.case.name]) for candidate in found[mode])
 
     def time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time everything that is right against each other, by each protocol; or measure its bytes."""

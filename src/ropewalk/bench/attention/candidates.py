@@ -59,7 +59,7 @@ class AttentionCandidate:
     parameters: tuple[Tensor, ...] = ()  # that get gradients too
     before: Before = _as_it_is  # makes what the timed call takes
 
-    def of_mode(self, mode: str, gate: AttentionGate) -> Candidate:
+    def for_mode(self, mode: str, gate: AttentionGate) -> Candidate:
         """Make the candidate of one mode; its check returns this and the built call beside the verdict."""
         direction = direction_of(mode)
         grad, yardstick = direction != "fwd", self.case.name if self.kind == "anchor" else None
@@ -102,7 +102,7 @@ def candidates_of(
     def ours(*settings: str, of: Sequence[str] = impls, **more: Any) -> list[AttentionCandidate]:
         return [our_candidate(case, inputs, impl, setting, **more) for impl in of for setting in settings]
 
-    def of_peer(peer: Peer) -> AttentionCandidate:
+    def peer_candidate(peer: Peer) -> AttentionCandidate:
         reason, setting = peer.why_not(case), "rerope" if peer.rerope else "none"
         build = functools.cache(functools.partial(peer.build, case, inputs))
         return AttentionCandidate(case, inputs, peer.name, setting, setting, "peer", lambda _: (None, reason), build)
@@ -117,7 +117,7 @@ def candidates_of(
         q, k = apply_rope(q[None], k[None], inputs.cos, inputs.sin)  # one batch row, with a row of the tables a token
         return q[0], k[0], v
 
-    alone, with_rerope = ([of_peer(peer) for peer in peers if peer.rerope == own] for own in (False, True))
+    alone, with_rerope = ([peer_candidate(peer) for peer in peers if peer.rerope == own] for own in (False, True))
     with_rope = [
         replace(peer, position=COMPILED, setting="rope", build=functools.partial(rotate_first, peer.build))
         for peer in alone
@@ -211,10 +211,10 @@ def _two_ranges(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[st
     for impl in impls:
         choose = our_candidate(case, inputs, impl, "none", **near).choose
         build = functools.cache(functools.partial(build_two_calls, impl))
-        of_pairs = functools.partial(build_of_pairs, impl)
+        build_pairs = functools.partial(build_of_pairs, impl)
         otherwise += [
             replace(one_call[impl], position="two calls", choose=choose, build=build),
-            replace(one_call[impl], position="ready pairs", build=of_pairs, before=make_pairs),
+            replace(one_call[impl], position="ready pairs", build=build_pairs, before=make_pairs),
         ]
     return [*one_call.values(), *(our_candidate(case, inputs, impl, "rope") for impl in named), *otherwise]
 

@@ -86,20 +86,20 @@ class AttentionGate:
     def _slices(self, setting: Setting) -> list[_Slice]:
         case, lengths, ends = self.case, self.inputs.key_lengths, self.inputs.cu_seqlens
 
-        def of_head(row: slice, queries: slice, keys: slice, head: int) -> _Slice:
+        def head_slice(row: slice, queries: slice, keys: slice, head: int) -> _Slice:
             head %= case.k_heads
             return row, queries, keys, slice(head * case.group, (head + 1) * case.group), slice(head, head + 1)
 
         if ends is not None:
             spans = [slice(start, end) for start, end in pairwise(ends.tolist()) if end > start]
-            return [of_head(_EVERY, span, span, s) for s, span in enumerate(spans)]
+            return [head_slice(_EVERY, span, span, s) for s, span in enumerate(spans)]
         rows = [slice(row, row + 1) for row in range(case.batch)]
         if case.form == "cache" and lengths is not None:
-            return [of_head(rows[b], _EVERY, slice(end), b) for b, end in enumerate(lengths.tolist())]
+            return [head_slice(rows[b], _EVERY, slice(end), b) for b, end in enumerate(lengths.tolist())]
         if setting.learned or setting.by_index:
             return [(_EVERY, _EVERY, _EVERY, _EVERY, _EVERY)]
         corners = dict.fromkeys(((0, 0), (case.batch - 1, case.k_heads - 1)))
-        return [of_head(rows[row], _EVERY, _EVERY, head) for row, head in corners]
+        return [head_slice(rows[row], _EVERY, _EVERY, head) for row, head in corners]
 
     def _expect(self, setting: Setting) -> Iterator[tuple[_Slice, int, list[tuple[Tensor, float]]]]:
         dtype = self.case.torch_dtype
@@ -114,7 +114,7 @@ class AttentionGate:
         case, inputs, lengths = self.case, self.inputs, self.inputs.key_lengths
         originals = enumerate((inputs.q, inputs.k, inputs.v), 1)
         q, k, v = leaves = [self._cut(at, index, x).to(dtype).detach().requires_grad_() for index, x in originals]
-        drawn = (x.to(dtype) if setting.of_layer else x[..., at[3]] for x in setting.draw(case))
+        drawn = (x.to(dtype) if setting.is_layer else x[..., at[3]] for x in setting.draw(case))
         parameters = [x.to(q.device).requires_grad_(setting.learned) for x in drawn]
         keywords = setting.keywords_of(case, *parameters)
         if case.form != "cache":
@@ -123,7 +123,7 @@ class AttentionGate:
         elif "position" in keywords:  # the query is at the last key, and keys are rotated already
             q = rotate_plainly(q, inputs.cos[at[0], :, None], inputs.sin[at[0], :, None], False)
             keywords = {}
-        if setting.of_layer:
+        if setting.is_layer:
             out = attention(q, k, v, impl="reference", **keywords)
         else:
             call = make_call(q, k, v, **keywords)

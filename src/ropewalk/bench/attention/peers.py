@@ -1,7 +1,7 @@
 """Other attentions, found by import and called by their own documentation.
 
 All take and return tensors as `AttentionInputs` has them, as views of the same memory. A model makes masks
-and tables once for all layers: they are made outside the timed call.
+and tables once for all layers: they are computed outside the timed call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PAGE = 16  # tokens
 
 
 def compile_rope(case: AttentionCase, inputs: AttentionInputs) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Compile PyTorch's RoPE, half-split, with the tables made before."""
+    """Compile PyTorch's RoPE, half-split, with the tables computed before."""
     cos, sin = inputs.cos[..., None, :], inputs.sin[..., None, :]  # over heads
     cached = case.form == "cache"
 
@@ -91,14 +91,14 @@ def _sdpa(name: str, lib: Any, case: AttentionCase, inputs: AttentionInputs) -> 
     return call
 
 
-def _flash(of_cache: str, lengths: str, lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+def _flash(cache_function: str, lengths: str, lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
     """Build FlashAttention's call, for a cache by one of its functions, and its argument of lengths."""
     starts, longest = inputs.cu_seqlens, case.tokens
     packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
     name, more = {
         "dense": ("flash_attn_func", _window(case)),
         "packed": ("flash_attn_varlen_func", packed),
-        "cache": (of_cache, {lengths: inputs.key_lengths}),
+        "cache": (cache_function, {lengths: inputs.key_lengths}),
     }[case.form]
     attend, keywords = getattr(lib, name), {"causal": case.causal or case.form == "cache", **more}
 
@@ -210,15 +210,15 @@ def _limits(case: AttentionCase) -> dict[str, Any]:
 
 
 _FLASH_2, _LLAMA = "flash_attn.flash_attn_interface", "transformers.models.llama.modeling_llama"
-_of_4 = partial(_flash, "flash_attn_varlen_func", "seqused_k")
-_of_2 = partial(_flash, "flash_attn_with_kvcache", "cache_seqlens")
+_flash_4 = partial(_flash, "flash_attn_varlen_func", "seqused_k")
+_flash_2 = partial(_flash, "flash_attn_with_kvcache", "cache_seqlens")
 ATTENTION_PEERS = peers_of(
     _limits,
     ("flex", "torch.nn.attention.flex_attention", "torch", True, "", _flex),
     ("cudnn", "torch", "torch", True, "masked unpacked", partial(_sdpa, "cudnn")),
-    ("flash_attn_4", "flash_attn.cute", "flash-attn-4", True, "unpadded dtype", _of_4),
-    ("flash_attn_3", "flash_attn_interface", "flash_attn_3", True, "unpadded dtype", _of_2),
-    ("flash_attn_2", _FLASH_2, "flash-attn", True, "square unpadded dtype", _of_2),
+    ("flash_attn_4", "flash_attn.cute", "flash-attn-4", True, "unpadded dtype", _flash_4),
+    ("flash_attn_3", "flash_attn_interface", "flash_attn_3", True, "unpadded dtype", _flash_2),
+    ("flash_attn_2", _FLASH_2, "flash-attn", True, "square unpadded dtype", _flash_2),
     ("transformer_engine", "transformer_engine.pytorch", "transformer-engine", True, "whole dtype", _te),
     ("xformers", "xformers.ops", "xformers", True, "plain grouped square", _xformers),
     ("flashinfer", "flashinfer", "flashinfer-python", True, "caches dims paged dtype", _flashinfer),

@@ -14,7 +14,7 @@ from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, T5Bias, alibi_slopes
 
 
 class Setting(NamedTuple):
-    """Keywords of `attention`, made of a case and of parameters: float32, the last entries are the query heads'.
+    """Keywords of `attention`, built from a case and parameters: float32, the last entries are the query heads'.
 
     Those of a layer are of the case's dtype: a gate (B, T, H, D), and weights (D,) of the norms of q and k.
     """
@@ -23,11 +23,11 @@ class Setting(NamedTuple):
     draw: Callable[[AttentionCase], tuple[Tensor, ...]] = lambda case: ()  # the parameters
     learned: bool = False  # whether the parameters get gradients
     by_index: bool = False  # whether it matters which row and head of the whole tensors it is that is computed
-    of_layer: bool = False
+    is_layer: bool = False
 
     def make(self, case: AttentionCase, device: torch.device) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
         """Return the keywords for a case, and those parameters in them that get gradients."""
-        dtype = case.torch_dtype if self.of_layer else torch.float32
+        dtype = case.torch_dtype if self.is_layer else torch.float32
         parameters = tuple(x.to(device, dtype).requires_grad_(self.learned) for x in self.draw(case))
         return self.keywords_of(case, *parameters), parameters if self.learned else ()
 
@@ -44,8 +44,8 @@ def _normal(*shape: int, around: float | None = None) -> Tensor:
 
 def _layer(case: AttentionCase, gate: Tensor | None = None, *weights: Tensor) -> dict[str, Any]:
     parts = {"gate": gate, "norm": QKNorm(weights[0], weights[1], offset=1.0) if weights else None}
-    given = {name: part for name, part in parts.items() if part is not None}
-    return {"position": Rope(BASE, rotary_dim=case.head_dim // 2), **given}
+    present = {name: part for name, part in parts.items() if part is not None}
+    return {"position": Rope(BASE, rotary_dim=case.head_dim // 2), **present}
 
 
 def _gate(case: AttentionCase) -> tuple[Tensor, ...]:
@@ -76,10 +76,10 @@ SETTINGS: dict[str, Setting] = {
     # Scores of a scale of 1/√D would hardly be capped.
     "softcap": Setting(lambda case: {"softcap": 50.0, "scale": 1.0}),
     "sinks": Setting(lambda case, sinks: {"sinks": sinks}, lambda case: (_normal(case.q_heads),), learned=True),
-    "half-rope": Setting(_layer, of_layer=True),
-    "norm": Setting(lambda case, *weights: _layer(case, None, *weights), _weights, learned=True, of_layer=True),
-    "gate": Setting(_layer, _gate, learned=True, of_layer=True),
-    "norm-gate": Setting(_layer, lambda case: _gate(case) + _weights(case), learned=True, of_layer=True),
+    "half-rope": Setting(_layer, is_layer=True),
+    "norm": Setting(lambda case, *weights: _layer(case, None, *weights), _weights, learned=True, is_layer=True),
+    "gate": Setting(_layer, _gate, learned=True, is_layer=True),
+    "norm-gate": Setting(_layer, lambda case: _gate(case) + _weights(case), learned=True, is_layer=True),
 }
 LAYERS = ("half-rope", "norm", "gate", "norm-gate")
 SCHEMES = ("alibi", "exposb", "exposb-decay", "t5")

@@ -101,8 +101,8 @@ def groups(rows: Iterable[Row], *keys: str) -> Iterator[list[Row]]:
     """
     together: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        of_unit = unit_of(row["benchmark"], row["case"], row["mode"])
-        together.setdefault((*of_unit, *map(row.get, ("path", "run", *keys))), []).append(row)
+        unit = unit_of(row["benchmark"], row["case"], row["mode"])
+        together.setdefault((*unit, *map(row.get, ("path", "run", *keys))), []).append(row)
     yield from together.values()
 
 
@@ -115,10 +115,10 @@ def read_stopped(path: Path, now: Mapping[str, Any]) -> Record:
     if different or len(record.runs) > 1:
         raise ValueError(f"{path} cannot be resumed: {'; '.join(different) or 'it has several runs'}")
     half = None if record.ended or not record.rows else record.units[-1]
-    kept = [row for row, unit in zip(record.rows, record.units, strict=True) if unit != half]
-    for row in kept:
+    whole = [row for row, unit in zip(record.rows, record.units, strict=True) if unit != half]
+    for row in whole:
         del row["run"]  # it is written again
-    return replace(record, rows=kept)
+    return replace(record, rows=whole)
 
 
 def differences(

@@ -30,16 +30,18 @@ END = "end"  # the one key of the line that ends a record
 class RecordWriter(AbstractContextManager["RecordWriter"]):
     """A record that is written row by row, so that an interrupted run keeps its rows.
 
-    The file must not exist, unless lines of it are `kept`: then it becomes the run and those lines, all at once.
+    The file must not exist, unless `rows_before` are its lines: then it becomes the run and those lines, all at once.
     """
 
-    def __init__(self, path: Path, run: Mapping[str, Any], kept: Iterable[Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, path: Path, run: Mapping[str, Any], rows_before: Iterable[Mapping[str, Any]] | None = None
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        started = path if kept is None else path.with_name(f"{path.name}.new")
-        self._file = started.open("x" if kept is None else "w", encoding="utf-8")
-        for line in ({"format": FORMAT, **run}, *(kept or ())):
+        started = path if rows_before is None else path.with_name(f"{path.name}.new")
+        self._file = started.open("x" if rows_before is None else "w", encoding="utf-8")
+        for line in ({"format": FORMAT, **run}, *(rows_before or ())):
             self.append(line)
-        if kept is not None:
+        if rows_before is not None:
             self._file.close()
             started.replace(path)
             self._file = path.open("a", encoding="utf-8")

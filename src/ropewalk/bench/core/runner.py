@@ -98,7 +98,7 @@ class Bench(ABC):
         return str(case.name)
 
     @property
-    def given(self) -> Mapping[str, Any]:
+    def row_options(self) -> Mapping[str, Any]:
         """The options that rows depend on, as the record has them."""
         return {"impls": list(self.options.impls), "rounds": self.options.rounds}
 
@@ -118,7 +118,7 @@ class Bench(ABC):
 
     @abstractmethod
     def candidates(self, case: Any, mode: str, opened: Any) -> Iterator[Candidate]:
-        """Yield all that is to be measured; each is checked before the next one is made."""
+        """Yield all that is to be measured; each is checked before the next one is built."""
 
     @abstractmethod
     def time(self, case: Any, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
@@ -150,7 +150,7 @@ class Bench(ABC):
             raise  # nothing that runs on the GPU after it can be trusted
         except Exception as error:
             # Another library may fail in any way, and of ours the others are still worth measuring. The message may
-            # hold paths: it is printed, and kept out of records.
+            # hold paths: it is printed, and stays out of records.
             name = f"{label(row)} failed on {self.label_of(row['case'])} {row['mode']}"
             self.console.print(f"{name}: {error}", markup=False, highlight=False)
             return {**row, "status": "failed", "reason": type(error).__name__}, None
@@ -200,15 +200,15 @@ def run(benches: Sequence[type[Bench]], options: Options, console: Console | Non
     known = [([*(case.name for case in one.cases), *one.aliases], one.impls, one.peers) for one in benches]
     for (what, names), *those in zip(asked.items(), *known, strict=True):
         check_names(what, names, chain(*those))
-    made = []
+    chosen = []
     for bench, those in zip(benches, known, strict=True):
         cases, impls, peers = ([x for x in names if x in of] for names, of in zip(asked.values(), those, strict=True))
         if (cases or not options.cases) and (impls or not options.impls):
             said = ",".join(peers) or "none" if options.named_peers else options.peers
-            made.append(bench(replace(options, cases=cases, impls=impls, peers=said), device, console))
-    if not made:
+            chosen.append(bench(replace(options, cases=cases, impls=impls, peers=said), device, console))
+    if not chosen:
         raise ValueError("no benchmark has both one of the cases and one of the implementations that are named")
-    return run_benches(ALL, made, options, device, console)
+    return run_benches(ALL, chosen, options, device, console)
 
 
 def run_benches(name: str, benches: Sequence[Bench], options: Options, device: torch.device, console: Console) -> bool:
@@ -221,12 +221,12 @@ def run_benches(name: str, benches: Sequence[Bench], options: Options, device: t
     for peer, version in chain(*(bench.versions.items() for bench in benches)):
         if peers.get(peer, MISSING).startswith(MISSING):  # a part of a library may be there, and another not
             peers[peer] = version
-    given = {bench.name: dict(bench.given) for bench in benches}
-    run = {**describe_run(name, device, peers), "seed": options.seed, "options": given}
-    stopped, kept, done, interrupted = None, None, set[Unit](), False
+    row_options = {bench.name: dict(bench.row_options) for bench in benches}
+    run = {**describe_run(name, device, peers), "seed": options.seed, "options": row_options}
+    stopped, rows_before, done, interrupted = None, None, set[Unit](), False
     if options.resume and options.output is not None:
         stopped = load.read_stopped(options.output, run)
-        kept, done = stopped.rows, {*stopped.units}
+        rows_before, done = stopped.rows, {*stopped.units}
         console.print(f"{len(done)} measurements in {options.output} are whole, and stay", highlight=False)
         run = {**stopped.run, "resumed": [*stopped.run.get("resumed", ()), run["date"]]}
     path = choose_path(options.output, run) if stopped is None else stopped.path
@@ -243,7 +243,7 @@ def run_benches(name: str, benches: Sequence[Bench], options: Options, device: t
             products = (f"{dtype} {tflops:.4g} TFLOP/s" for dtype, tflops in run["rates"]["matmul_tflops"].items())
             text = f"copy: {run['rates']['copy_gb_per_s']:.4g} GB/s; matrix product: {', '.join(products) or 'none'}"
             console.print(text, highlight=False)
-        with RecordWriter(path, run, kept) as writer, progress_bar(console) as progress:
+        with RecordWriter(path, run, rows_before) as writer, progress_bar(console) as progress:
             task = progress.add_task("starting", total=sum(len(modes) for _, _, modes in left))
             try:
                 for bench, case, modes in left:

@@ -2,7 +2,7 @@
 
 Hot: a warm-up, then rounds without pauses, at the power limit. Cool: a pause before each burst, for high clocks.
 
-A burst is timed by device events. The GPU is kept busy before it until the host has enqueued as much as it takes, so no
+A burst is timed by device events. The GPU stays busy before it until the host has enqueued as much as it takes, so no
 host time is in it: where the host was slower than planned, the burst is measured again. Caches are as the call before
 left them. All times are in microseconds.
 """
@@ -95,10 +95,10 @@ def _burst(call: Call, repeats: int, once: float, spin: float, cycles: float, de
             late |= (time.perf_counter() - begun) * 1e6 > spin + before * once
         end.record()
         torch.cuda.synchronize(device)
-        of_call = max(float(start.elapsed_time(end)) * 1e3 / repeats, 1e-3)
+        us_per_call = max(float(start.elapsed_time(end)) * 1e3 / repeats, 1e-3)
         if not late:
-            return of_call
-        spin, least = min(3 * spin, _LONGEST_SPIN), min(least, of_call)
+            return us_per_call
+        spin, least = min(3 * spin, _LONGEST_SPIN), min(least, us_per_call)
     return least
 
 

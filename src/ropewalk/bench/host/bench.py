@@ -158,7 +158,7 @@ class HostBench(Bench):
             console.print("warning: on a CPU a call's time includes its arithmetic", style="yellow", highlight=False)
 
     @property
-    def given(self) -> Mapping[str, object]:
+    def row_options(self) -> Mapping[str, object]:
         return {"impls": self._impls, "rounds": self.rounds}
 
     def is_too_large(self, case: AttentionCase) -> bool:
@@ -184,7 +184,7 @@ class HostBench(Bench):
             peers = (x for x in found["train" if setting == "rope" else "fwd"] if x.kind == "peer")
             chosen += peers if setting in ("none", "rope") else [replace(peer, **missing) for peer in peers]
         for candidate in chosen:
-            plain = candidate.of_mode(mode, gate)
+            plain = candidate.for_mode(mode, gate)
             yield replace(plain, check=functools.partial(_check, candidate, gate, direction_of(mode) == "train"))
 
     def time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:

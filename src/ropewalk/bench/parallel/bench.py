@@ -151,7 +151,7 @@ class ParallelBench(Bench):
         self._losses: list[float] = []  # of one process
 
     @property
-    def given(self) -> Mapping[str, object]:
+    def row_options(self) -> Mapping[str, object]:
         transport = str(dist.get_backend())
         return {"ranks": self.size, "transport": transport, "quick": self.options.quick, "rounds": self.rounds}
 
@@ -266,8 +266,8 @@ class ParallelBench(Bench):
             rounds, samples = 1, {name: [time] for name, time in once.items()}
         else:
             repeats = {name: max(1, min(10, round(_BURST * 1e6 / once[name]))) for name in calls}
-            of_round = sum(repeats[name] * once[name] for name in calls) / 1e6
-            rounds = max(ROUNDS[0], min(self.rounds, int(SECONDS / of_round)))
+            round_seconds = sum(repeats[name] * once[name] for name in calls) / 1e6
+            rounds = max(ROUNDS[0], min(self.rounds, int(SECONDS / round_seconds)))
 
             def one_round(order: Sequence[str]) -> dict[str, float]:
                 return {name: self._time(calls[name], repeats[name]) for name in order}

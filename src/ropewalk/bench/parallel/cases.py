@@ -387,9 +387,9 @@ def _by_hand(flash: bool, inputs: Inputs, mesh: DeviceMesh) -> tuple[Run, Contex
         q, k = apply_rope(q, k, cos, sin)
         k, v = gather(k), gather(v)
         outs = []
-        for of_run, place in ((slice(0, half), rank), (slice(half, None), 2 * n - 1 - rank)):
+        for run_tokens, place in ((slice(0, half), rank), (slice(half, None), 2 * n - 1 - rank)):
             stop = (place + 1) * half
-            out = attend(q[:, of_run], k[:, :stop], v[:, :stop], causal=True)
+            out = attend(q[:, run_tokens], k[:, :stop], v[:, :stop], causal=True)
             outs.append(out[0] if isinstance(out, tuple) else out)
         return torch.cat(outs, 1)
 

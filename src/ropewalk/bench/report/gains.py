@@ -190,9 +190,9 @@ def _sides(group: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
     No library computes ReRoPE in one call: its peer is FlashAttention-4 called twice, by our backend.
     """
-    _, position, of_peers, _ = _compared(group[0])
+    _, position, peer_position, _ = _compared(group[0])
     ours = [row for row in group if (row["kind"], row["position"]) == ("ours", position)]
-    peers = [row for row in group if (row["kind"], row["position"]) == ("peer", of_peers)]
+    peers = [row for row in group if (row["kind"], row["position"]) == ("peer", peer_position)]
     twice = [row for row in ours if row["impl"] == FLASH and group[0]["mode"] in REROPE]
     return ours, [*twice, *(row for row in peers if row["impl"] not in EAGER)]
 
@@ -220,11 +220,11 @@ def _choose(group: Sequence[Row], run: Row) -> Choice | None:
     picked = pick["time"]["p50"], str(pick.get("served_by", pick["impl"]))
     found = against_peers(pick, peers)
     best_peer = None if found is None else (found[0], found[1]["impl"])
-    of_peers = {row["impl"]: row["time"]["p50"] for row in peers}
+    peer_times = {row["impl"]: row["time"]["p50"] for row in peers}
     if picked[1] == FLASH:
-        return Choice(auto, (kernels, by_name.get(after_flash(auto)), picked), of_peers, best_peer)
+        return Choice(auto, (kernels, by_name.get(after_flash(auto)), picked), peer_times, best_peer)
     has_flash = not str((run.get("peers") or {}).get(FLASH_PEER, "missing")).startswith("missing")
-    return Choice(auto, (kernels, picked, picked if has_flash else None), of_peers, best_peer)
+    return Choice(auto, (kernels, picked, picked if has_flash else None), peer_times, best_peer)
 
 
 def taken(ours: Sequence[Row]) -> Row | None:

@@ -210,12 +210,12 @@ def _figure(scale: str, across: str, **options: Any) -> Any:
     from bokeh.plotting import figure
 
     plain = {"sizing_mode": "stretch_width", "toolbar_location": None, "tools": ""}
-    made = figure(x_axis_type=scale, x_axis_label=across, **plain, **options)
-    made.background_fill_color = made.border_fill_color = made.outline_line_color = None
-    made.axis.major_label_text_color = made.axis.axis_label_text_color = _TEXT
-    made.axis.axis_line_color = made.axis.major_tick_line_color = made.axis.minor_tick_line_color = _TEXT
-    made.grid.grid_line_color = _GRID
-    return made
+    chart = figure(x_axis_type=scale, x_axis_label=across, **plain, **options)
+    chart.background_fill_color = chart.border_fill_color = chart.outline_line_color = None
+    chart.axis.major_label_text_color = chart.axis.axis_label_text_color = _TEXT
+    chart.axis.axis_line_color = chart.axis.major_tick_line_color = chart.axis.minor_tick_line_color = _TEXT
+    chart.grid.grid_line_color = _GRID
+    return chart
 
 
 def _hover(figure: Any, tooltips: dict[str, str]) -> Any:

@@ -51,7 +51,7 @@ class RopeBench(Bench):
         return [OURS[name] for name in (*chosen, *(("rotary_embedding",) if "native" in chosen else ()))]
 
     @property
-    def given(self) -> Mapping[str, object]:
+    def row_options(self) -> Mapping[str, object]:
         return {"impls": [ours.name for ours in self._ours], "rounds": self.options.rounds or ROUNDS}
 
     def is_too_large(self, case: Case) -> bool:

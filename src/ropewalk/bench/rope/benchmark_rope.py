@@ -16,7 +16,7 @@ def benchmark_rope(
 ) -> dict[str, float]:
     """Time the Triton rotation of q and k against the complex-number form in eager PyTorch, on the GPU.
 
-    q and k are float32 (batch_size, seq_len, n_heads, head_dim) with interleaved pairs. The tables are made before;
+    q and k are float32 (batch_size, seq_len, n_heads, head_dim) with interleaved pairs. The tables are computed before;
     both are timed by device events, in rounds, with a cold cache.
 
     Returns:

@@ -78,8 +78,8 @@ class Gate:
         elif not all(map(torch.equal, xs, self.originals)):
             return Verdict(math.inf, self.budget, "it wrote into its inputs")
         error, complaint = max_error(results[:2], self.truth[:2]), None
-        of_weights = zip(results[2:], self.truth[2:], self.budgets[2:], strict=True)
-        if any(max_error([result], [exact]) > budget for result, exact, budget in of_weights):
+        weight_grads = zip(results[2:], self.truth[2:], self.budgets[2:], strict=True)
+        if any(max_error([result], [exact]) > budget for result, exact, budget in weight_grads):
             complaint = "the error of a weight's gradient is past its budget"
         elif not error <= self.budget:
             complaint = "the error is past the budget"

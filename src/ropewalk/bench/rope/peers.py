@@ -1,6 +1,6 @@
 """Ours, and other libraries' rotations, found by import and called as their own documentation says.
 
-A model computes gathered tables and positions once for all layers: they are made before, in the peers' favour.
+A model computes gathered tables and positions once for all layers: they are computed before, in the peers' favour.
 """
 
 from __future__ import annotations

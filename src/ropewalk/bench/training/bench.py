@@ -173,8 +173,8 @@ def _bert(attention: str, case: TrainingCase, inputs: Inputs, convert: Any = lam
 
     module = BertForMaskedLM(BertConfig(**case.config, attn_implementation=attention))
     convert(module)
-    given = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask}
-    loss, stack = partial(module, **given, labels=inputs.labels), partial(module.bert, **given)
+    model_inputs = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask}
+    loss, stack = partial(module, **model_inputs, labels=inputs.labels), partial(module.bert, **model_inputs)
     return Model(module, lambda: loss().loss, lambda: stack().last_hidden_state)
 
 
@@ -237,7 +237,7 @@ class TrainingBench(Bench):
         super().__init__(options, device, console)
 
     @property
-    def given(self) -> Mapping[str, object]:
+    def row_options(self) -> Mapping[str, object]:
         """The options that rows depend on, and which of our implementations there are."""
         attention = {impl: backends.why_missing(impl, self.device) or "yes" for impl in backends.BACKENDS}
         return {"rounds": self.rounds, "attention": attention}
@@ -330,14 +330,16 @@ class _Trainee:
         with self.model.context():
             with self.autocast():
                 hidden = self.model.hidden()
-            kept = hidden.float() if mask is None else hidden.float()[mask.bool()]
-            kept.backward(torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)).to(kept.device))
+            unmasked = hidden.float() if mask is None else hidden.float()[mask.bool()]
+            unmasked.backward(
+                torch.randn(unmasked.shape, generator=torch.Generator().manual_seed(0)).to(unmasked.device)
+            )
         found = [
             p.grad.float().flatten() for name, p in module.named_parameters() if _PROBED(name) and p.grad is not None
         ]
         self.optimiser.zero_grad()
         module.train()
-        return kept.detach(), torch.cat(found)
+        return unmasked.detach(), torch.cat(found)
 
     def compare(self, truth: tuple[Tensor, Tensor]) -> list[float]:
         """Return the errors of hidden states and of gradients: the norm of the difference over the norm."""

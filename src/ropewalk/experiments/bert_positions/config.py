@@ -74,7 +74,7 @@ class Config:
             fits.append((key, 0 < len(set(values)) == len(values), "have one or more values, each only once"))
         fits.append(("seeds", all(seed >= 0 for seed in self.seeds), "be 0 or more"))
         one_text = self.dataset is None or not self.corpus
-        fits.append(("dataset", one_text, "be None with corpus given: choose one of them"))
+        fits.append(("dataset", one_text, "be None beside corpus: choose one of them"))
         multiples = [1, *self.length_multiples]
         rise = sorted(multiples) == multiples and not any(multiples[-1] % n for n in multiples)
         fits.append(("length_multiples", rise, "rise from 1 or more, and divide the last"))
@@ -87,7 +87,7 @@ class Config:
                 raise ValueError(f"{key} is {getattr(self, key)!r}, but must {must}")
 
     def validate_schemes(self) -> None:
-        """Raise ValueError unless each scheme can be made with its options."""
+        """Raise ValueError unless each scheme can be built with its options."""
         for scheme in {*self.schemes, *self.scheme_options}:
             try:
                 with torch.device("meta"):
@@ -95,7 +95,7 @@ class Config:
                     make(self.hidden_size, self.num_heads, self.longest, self.dropout, **self.options_of(scheme))
             except (TypeError, ValueError) as error:
                 options = self.scheme_options.get(scheme, {})
-                raise ValueError(f"scheme_options: {scheme!r} cannot be made with {options}: {error}") from error
+                raise ValueError(f"scheme_options: {scheme!r} cannot be built with {options}: {error}") from error
 
     @property
     def longest(self) -> int:

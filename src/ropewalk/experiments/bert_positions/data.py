@@ -64,18 +64,18 @@ def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
             raise ValueError(f"{name} has {len(documents)} documents that differ, but must have more than {n_held_out}")
         texts = [document.encode() for document in documents]
         digest = hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts)).hexdigest()
-        made: dict[str, Any] = {"name": name, "n_documents": len(texts), "n_bytes": sum(map(len, texts))}
-        made = {"facts": made | {"sha256": digest}}
+        parts: dict[str, Any] = {"name": name, "n_documents": len(texts), "n_bytes": sum(map(len, texts))}
+        parts = {"facts": parts | {"sha256": digest}}
         wordpiece = train_wordpiece(documents[n_held_out:], config.vocab_size)
-        made["tokens"], made["lengths"] = encode(wordpiece, documents[n_held_out:])
-        made["held_out"], made["held_out_lengths"] = encode(wordpiece, documents[:n_held_out])
-        lengths = made["held_out_lengths"]
+        parts["tokens"], parts["lengths"] = encode(wordpiece, documents[n_held_out:])
+        parts["held_out"], parts["held_out_lengths"] = encode(wordpiece, documents[:n_held_out])
+        lengths = parts["held_out_lengths"]
         begins, numbers = cut_held_out(lengths, config.longest, config.evaluation_windows)
         places = begins - (lengths.cumsum(0) - lengths)[numbers]
-        made["tags"] = tag_windows(wordpiece, documents[:n_held_out], places, numbers, config.longest)
+        parts["tags"] = tag_windows(wordpiece, documents[:n_held_out], places, numbers, config.longest)
         folder.mkdir(parents=True, exist_ok=True)
         wordpiece.save(vocabulary)
-        torch.save(made, unfinished := file.with_suffix(".unfinished"))
+        torch.save(parts, unfinished := file.with_suffix(".unfinished"))
         os.replace(unfinished, file)
     names = {f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS}
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=vocabulary, **names)
@@ -150,7 +150,7 @@ def train_wordpiece(documents: list[str], vocab_size: int) -> Tokenizer:
     """Train a lower-cased WordPiece, as BERT's, of at most vocab_size tokens; "[MASK]" in a text is ordinary text.
 
     The trainer numbers characters inside a word, "##e", as it meets them in a hash map, whose order differs from run to
-    run, and decides between equally frequent pairs by these numbers; so here it is given all of them before, in order.
+    run, and decides between equally frequent pairs by these numbers; so here it gets all of them before, in order.
     """
 
     def make(model: WordPiece) -> Tokenizer:
@@ -299,8 +299,8 @@ def mask_tokens(corpus: Corpus, config: Config, ids: Tensor, is_token: Tensor, s
 def make_batch(ids: Tensor, is_token: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Make the arguments of `MaskedBert`: rows, and of their masked tokens the indices and labels alone, (M,)."""
     masked = (labels != -100).flatten().nonzero()[:, 0]
-    of_masked = {"masked": masked, "labels": labels.flatten()[masked]}
-    return {"input_ids": ids, "attention_mask": is_token.long(), **of_masked}
+    masked_tokens = {"masked": masked, "labels": labels.flatten()[masked]}
+    return {"input_ids": ids, "attention_mask": is_token.long(), **masked_tokens}
 
 
 def evaluation_batches(corpus: Corpus, config: Config, length: int, tokens_at_once: int) -> list[dict[str, Tensor]]:

@@ -129,8 +129,8 @@ def check_relative(head_dim: int, length: int, longest: int) -> Row:
     q, k = draw(2, N_PAIRS, head_dim)
     ours, rope = (scores_of(position, q, k, n + offset, n) for position in (EXPOSB, ROPE))
     by_gains = ours / (_amplitudes(n + offset, head_dim) * _amplitudes(n, head_dim))[:, None]
-    change, without, of_rope = ((x.amax(0) - x.amin(0)) / x.std() for x in (ours, by_gains, rope))
-    found = {"mean": change.mean(), "greatest": change.max(), "by_gains": without.mean(), "rope": of_rope.max()}
+    change, without, rope_change = ((x.amax(0) - x.amin(0)) / x.std() for x in (ours, by_gains, rope))
+    found = {"mean": change.mean(), "greatest": change.max(), "by_gains": without.mean(), "rope": rope_change.max()}
     return _row("relative", found["greatest"] < ROUNDING, longest=longest, offset=offset, **found)
 
 

@@ -1,4 +1,4 @@
-"""The record of a comparison, and what is made of it: figures, and tables as Markdown."""
+"""The record of a comparison, its figures, and tables as Markdown."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def _draw_probe(rows: pd.DataFrame, axes: Axes) -> None:
     """Draw the accuracies of the probe, a group of points for each tag and length, and the most frequent class's."""
     groups = list(rows.groupby(["tag", "length"], sort=False).groups)
     for number, group in enumerate(groups):
-        of_group = rows[(rows.tag == group[0]) & (rows.length == group[1])]
-        of_schemes = list(_by_scheme(of_group))
-        for index, ((_, colour, marker, _), of_scheme) in enumerate(of_schemes):
-            at, values = number + 0.8 * (index + 0.5) / len(of_schemes) - 0.4, of_scheme.accuracy.astype(float) * 100
+        group_rows = rows[(rows.tag == group[0]) & (rows.length == group[1])]
+        by_scheme = list(_by_scheme(group_rows))
+        for index, ((_, colour, marker, _), scheme_rows) in enumerate(by_scheme):
+            at, values = number + 0.8 * (index + 0.5) / len(by_scheme) - 0.4, scheme_rows.accuracy.astype(float) * 100
             deviation = values.std() if len(values) > 1 else 0.0
             axes.errorbar(at, values.mean(), deviation, color=colour, marker=marker, linestyle="none")
-        majority = float(of_group.majority.iloc[0]) * 100
+        majority = float(group_rows.majority.iloc[0]) * 100
         axes.hlines(majority, number - 0.4, number + 0.4, color="#888888", linewidth=1)
     axes.set_xticks(range(len(groups)), [f"{tag}\nat {length}" for tag, length in groups])
     axes.set(title="linear probe\n(grey: the most frequent class)", xlabel="tag, tokens read at once")
@@ -212,10 +212,10 @@ def markdown_tables(record: BertRecord) -> str:
     from jinja2 import Environment
 
     template = Path(__file__).with_name("tables.md.jinja").read_text(encoding="utf-8")
-    made = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(template)
+    page = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(template)
     functions = {"by_scheme": _by_scheme, "spread": spread, "smooth": _smooth, "short": _short, "fall": fall_at_end}
     names = {"title": _title(record), "styles": _STYLES, "hugging_face": HUGGING_FACE}
-    text: str = made.render(record=record, run=record.run, **functions, **names)
+    text: str = page.render(record=record, run=record.run, **functions, **names)
     return text
 
 

@@ -15,7 +15,7 @@ _SAME = (
     *("device", "capability", "system", "python", "torch", "cuda", "hip", "triton", "ropewalk", "peers"),
     *("corpus", "precision", "processes", "jobs"),
 )
-_OF_A_CALL = ("date", "commit", "dirty")
+_CALL_KEYS = ("date", "commit", "dirty")
 Row = dict[str, Any]
 
 
@@ -41,13 +41,13 @@ def extend_record(
         raise ValueError(f"{path} has scheme {twice[0]!r} already: leave it out of schemes, or choose another record")
     both = [scheme for scheme in SCHEMES if scheme in schemes or scheme in here]
     parts = [{**part, "schemes": [x for x in part["schemes"] if x not in here]} for part in parts_of(before)]
-    made: Row = {**before, "config": {**before["config"], "schemes": both}}
-    made["parts"] = [*(part for part in parts if part["schemes"]), *parts_of(run)]
-    return made, [*(line for line in lines if line.get("scheme") not in here), *rows]
+    merged: Row = {**before, "config": {**before["config"], "schemes": both}}
+    merged["parts"] = [*(part for part in parts if part["schemes"]), *parts_of(run)]
+    return merged, [*(line for line in lines if line.get("scheme") not in here), *rows]
 
 
 def parts_of(run: Mapping[str, Any]) -> list[Row]:
-    """Return the calls that a run's record was made in; one, unless the record says more."""
-    alone: Row = {"schemes": run["config"]["schemes"], **{key: run.get(key) for key in _OF_A_CALL}}
+    """Return the calls that wrote a run's record; one, unless the record says more."""
+    alone: Row = {"schemes": run["config"]["schemes"], **{key: run.get(key) for key in _CALL_KEYS}}
     parts: list[Row] = run.get("parts", [alone])
     return parts

@@ -32,7 +32,7 @@ def distances_of(length: int) -> list[int]:
 
 
 def fact_words(corpus: Corpus) -> tuple[Tensor, int]:
-    """Return the ids of words that facts are made of, neither frequent nor unknown to the models, and of their link.
+    """Return the ids of words of facts, neither frequent nor unknown to the models, and of their link.
 
     They are whole words and signs, no pieces, that occur in the text to learn from: the middle half by frequency, and
     the most frequent one. Of Python source the link is the underscore: a fact is an identifier.
@@ -78,7 +78,7 @@ def measure_recall(model: nn.Module, corpus: Corpus, config: Config, device: tor
     """Measure how a model guesses the value of a planted fact from its key, at the trained and the greatest length.
 
     A row has a length and a distance; the mean `loss` of the value, in nats, among all tokens; and the `accuracy`, the
-    share of values that are the most likely of the `n_words` words that facts are made of. `control_loss` and
+    share of values that are the most likely of the `n_words` words of facts. `control_loss` and
     `control_accuracy` are of the same windows without the fact. `plant_facts` defines both; facts are the same for all
     schemes and seeds.
     """
@@ -132,15 +132,15 @@ def measure_probe(model: nn.Module, corpus: Corpus, config: Config, device: torc
     states = _hidden_states(model, config, corpus.held_out[to_fit], lengths[0], device)
     tags = corpus.tags.flatten(2).to(device).long()
     classifiers, rows = [], []
-    for of_kind, classes in zip(tags[:, to_fit], TAGS.values(), strict=True):
-        is_tagged = of_kind.flatten() >= 0
-        labels = of_kind.flatten()[is_tagged]
+    for kind_tags, classes in zip(tags[:, to_fit], TAGS.values(), strict=True):
+        is_tagged = kind_tags.flatten() >= 0
+        labels = kind_tags.flatten()[is_tagged]
         classifiers.append((fit_linear(states[is_tagged], labels, len(classes)), labels.mode().values))
     for length in lengths:
         states = _hidden_states(model, config, corpus.held_out[to_test], length, device)
-        for tag, of_kind, (classify, most) in zip(TAGS, tags[:, to_test], classifiers, strict=True):
-            is_tagged = of_kind.flatten() >= 0
-            labels = of_kind.flatten()[is_tagged]
+        for tag, kind_tags, (classify, most) in zip(TAGS, tags[:, to_test], classifiers, strict=True):
+            is_tagged = kind_tags.flatten() >= 0
+            labels = kind_tags.flatten()[is_tagged]
             accuracy, majority = (
                 (guess == labels).double().mean().item() for guess in (classify(states[is_tagged]), most)
             )

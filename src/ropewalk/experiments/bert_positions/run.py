@@ -87,18 +87,18 @@ def run_bert_positions(
             rows += measure_speed(settings, len(corpus.tokenizer), target, console) if settings.time_steps else []
         rows = [*(row for row in rows if row["kind"] != "exposb"), *check_exposb(settings, rows)]
         for path in {output / RECORD, record or output / RECORD}:
-            with RecordWriter(path, run, kept=rows):  # whole, or not at all
+            with RecordWriter(path, run, rows_before=rows):  # whole, or not at all
                 pass
         result = figures.read_bert_record(output / RECORD)
         figures.draw_learning(result, output / "learning.png")
-        made = [RECORD, "learning.png", "tables.md"]
+        outputs = [RECORD, "learning.png", "tables.md"]
         if len(result.speed):
             figures.draw_speed(result, output / "speed.png")
-            made.append("speed.png")
+            outputs.append("speed.png")
         tables = figures.markdown_tables(result)
         (output / "tables.md").write_text(tables, encoding="utf-8")
         console.print(Markdown(tables))
-        for name in made:
+        for name in outputs:
             console.print(str(output / name), highlight=False, markup=False)
     state.wait_for_everyone()
 
@@ -139,8 +139,8 @@ def _run_one(
     with torch.compiler.set_stance("force_eager"):  # it was compiled for the trained length alone
         rows = [training, *evaluate(model, corpus, config, scheme, seed, model.device)]
         for kind, measure in (("recall", measure_recall), ("probe", measure_probe)):
-            of_run = {"kind": kind, "scheme": scheme, "seed": seed}
-            rows += [of_run | row for row in measure(model, corpus, config, model.device)]
+            run_keys = {"kind": kind, "scheme": scheme, "seed": seed}
+            rows += [run_keys | row for row in measure(model, corpus, config, model.device)]
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(rows), encoding="utf-8")
     os.replace(unfinished, file)

@@ -42,10 +42,10 @@ def tag_source(text: str) -> Tensor | None:
         if kind is not None:
             depth -= token.string in _CLOSES and kind == "operator"
             first, last = (starts[line - 1] + column for line, column in (token.start, token.end))
-            for of_kind, tag in zip(tags, (KINDS.index(kind), min(depth, DEEPEST)), strict=True):
-                of_kind[first:last] = bytes([tag]) * (last - first)
+            for kind_tags, tag in zip(tags, (KINDS.index(kind), min(depth, DEEPEST)), strict=True):
+                kind_tags[first:last] = bytes([tag]) * (last - first)
             depth += token.string in _OPENS and kind == "operator"
-    return torch.stack([torch.frombuffer(of_kind, dtype=torch.int8) for of_kind in tags])
+    return torch.stack([torch.frombuffer(kind_tags, dtype=torch.int8) for kind_tags in tags])
 
 
 def _kind_of(token: tokenize.TokenInfo) -> str | None:

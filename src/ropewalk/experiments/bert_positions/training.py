@@ -110,8 +110,8 @@ def train_run(
     logging.disable_progress_bar()
     optimizer, progress = make_optimizer(model, config), _Progress(f"{scheme}, seed {seed}", console)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(config, step))
-    made = {"optimizers": (optimizer, schedule), "callbacks": [progress]}
-    trainer = Trainer(model, arguments, default_convert, batches, **made)  # the data set makes a batch at once
+    parts = {"optimizers": (optimizer, schedule), "callbacks": [progress]}
+    trainer = Trainer(model, arguments, default_convert, batches, **parts)  # the data set makes a batch at once
     trainer.remove_callback(PrinterCallback)
     with arguments.main_process_first():  # which deletes what is not whole
         checkpoint = newest_checkpoint(folder)
@@ -135,7 +135,7 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
     precision, on_cpu = config.precision_on(device), device.type == "cpu"
     if precision == "fp16" and on_cpu:
         raise ValueError("precision is 'fp16', but on a CPU must be 'no', 'bf16' or 'auto'")
-    given: Row = {
+    settings: Row = {
         "train_sampling_strategy": "sequential",  # the data set is in the order of training
         "remove_unused_columns": False,
         "logging_nan_inf_filter": False,  # it would wait for the device at each step; the callback looks at the loss
@@ -144,13 +144,16 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
         "ddp_find_unused_parameters": False,
         "ddp_timeout": 86_400,  # of processes that wait while the main one evaluates
     }
-    given |= {"output_dir": str(folder), "seed": seed, "use_cpu": on_cpu, "max_steps": config.steps}
-    given |= {"bf16": precision == "bf16", "fp16": precision == "fp16", "max_grad_norm": config.max_grad_norm}
-    given |= {"gradient_accumulation_steps": config.accumulation_steps, "logging_steps": config.log_every}
-    given |= {"report_to": "tensorboard" if find_spec("tensorboard") else "none", "save_steps": config.checkpoint_every}
+    settings |= {"output_dir": str(folder), "seed": seed, "use_cpu": on_cpu, "max_steps": config.steps}
+    settings |= {"bf16": precision == "bf16", "fp16": precision == "fp16", "max_grad_norm": config.max_grad_norm}
+    settings |= {"gradient_accumulation_steps": config.accumulation_steps, "logging_steps": config.log_every}
+    settings |= {
+        "report_to": "tensorboard" if find_spec("tensorboard") else "none",
+        "save_steps": config.checkpoint_every,
+    }
     # Masks are drawn on the CPU, ahead.
-    given |= {"dataloader_num_workers": 0 if on_cpu else 2, "dataloader_pin_memory": not on_cpu}
-    arguments = TrainingArguments(**given)
+    settings |= {"dataloader_num_workers": 0 if on_cpu else 2, "dataloader_pin_memory": not on_cpu}
+    arguments = TrainingArguments(**settings)
     arguments._n_gpu = 1  # of a process: with more, the Trainer would wrap the model in DataParallel
     parts = config.accumulation_steps * arguments.world_size
     arguments.per_device_train_batch_size, rest = divmod(config.batch_size, parts)
@@ -219,8 +222,8 @@ def evaluate(
         loss, accuracy = (totals / n_labels).tolist()
         if not math.isfinite(loss):
             raise ValueError(f"the loss of {scheme}, seed {seed}, is {loss} at length {length}: it diverged")
-        of_run = {"kind": "evaluation", "scheme": scheme, "seed": seed, "length": length}
-        rows.append(of_run | {"loss": loss, "accuracy": accuracy, "n_labels": n_labels})
+        run_keys = {"kind": "evaluation", "scheme": scheme, "seed": seed, "length": length}
+        rows.append(run_keys | {"loss": loss, "accuracy": accuracy, "n_labels": n_labels})
     return rows
 
 

@@ -23,7 +23,7 @@ your own, and in transformers 5.0 every call with keys in a cache.
 
 Packed rows: position_ids, 2-D, whose neighbours differ by other than 1. transformers looks for them where a forward has
 no attention_mask and no cache, and its mask function then says so. With a cache, which a model makes in training by
-default, the layers read the position_ids that they are given: without an attention_mask, with as many keys as queries,
+default, the layers read the position_ids that they receive: without an attention_mask, with as many keys as queries,
 and where each document begins at position 0, so that gaps, steps and repeated positions are none. All rows then are one
 packed call. The host waits for the positions once in a forward. It cannot under torch.compile and in the capture of a
 CUDA graph: there such a call without a cache has transformers' bool mask. With one its documents attend each other, as
@@ -95,7 +95,7 @@ def register(name: str = "ropewalk") -> None:
     keyword that may change the result. So T5 raises in its first forward; `attention` with `T5Bias` has its kernel.
 
     Models that do not use transformers' interface, such as BLOOM and MPT, keep their own attention in
-    `set_attn_implementation`, with transformers' warning; made with this name, they raise in their first forward.
+    `set_attn_implementation`, with transformers' warning; built with this name, they raise in their first forward.
     Classes for which transformers supports neither "sdpa" nor flash attention get the masks of "eager", with a warning
     that names them (NLLB-MoE, GIT, DeepSeek-V4). A second call does nothing.
 
@@ -138,7 +138,7 @@ _PLAIN = (
     *("causal_mask_function", "and_masks", "sliding_window_overlay"),
     *(_PACKED, "packed_sequence_compatibility_function", _REMAPPED),
 )
-_KEPT_BY_SHARDS = (*_PLAIN, "bidirectional_mask_function")
+_SHARDED_MASKS = (*_PLAIN, "bidirectional_mask_function")
 
 
 def _check_shards(masking: Any, mask_function: Any, attention_mask: Tensor | None) -> None:
@@ -149,10 +149,10 @@ def _check_shards(masking: Any, mask_function: Any, attention_mask: Tensor | Non
             "layout pads at the end"
         )
     for function in _parts_of(mask_function):
-        if _name_in(masking, function) not in _KEPT_BY_SHARDS:
+        if _name_in(masking, function) not in _SHARDED_MASKS:
             name = getattr(function, "__qualname__", type(function).__name__)
             raise ValueError(
-                f"mask_function calls {name}, but within context_parallel must be made of causality, a causal window "
+                f"mask_function calls {name}, but within context_parallel must consist of causality, a causal window "
                 f"and packed sequences: no other mask is sharded"
             )
 
@@ -169,7 +169,7 @@ def _parts_of(function: Any) -> list[Any]:
 
 
 def _name_in(masking: Any, function: Any) -> str | None:
-    """Return the name of transformers' function that made a part of a mask function; None if it is another's."""
+    """Return the name of transformers' function that built a part of a mask function; None if it is another's."""
     name: str = getattr(function, "__qualname__", type(function).__name__)
     return name.partition(".")[0] if function.__module__ == masking.__name__ else None
 
@@ -233,8 +233,8 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
                 mask_function=mask_function, attention_mask=attention_mask, **allow, **sizes
             )
             return additive
-        is_kept_whole = allow_is_causal_skip or supported != "flash" or torch.compiler.is_compiling()
-        if attention_mask is None and not is_kept_whole:
+        needs_whole_mask = allow_is_causal_skip or supported != "flash" or torch.compiler.is_compiling()
+        if attention_mask is None and not needs_whole_mask:
             window = local_size if local_size is not None and local_size == _window(config) else None
             marker = _packed_marker(masking, mask_function, sizes["batch_size"], window)
             if marker is not None:
@@ -257,8 +257,8 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
         mask: Tensor = masking.sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **skip, **sizes)
         if torch.compiler.is_compiling() or mask.shape[1:3] != (1, 1):
             return mask
-        of_keys = read_keys(mask, mask.shape[0], mask.shape[3], copy=True)
-        return keep(of_keys.allowed, of_keys)
+        key_mask = read_keys(mask, mask.shape[0], mask.shape[3], copy=True)
+        return keep(key_mask.allowed, key_mask)
 
     return make_mask
 
@@ -372,8 +372,8 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend with the interface of transformers: q, k and v (B, heads, T, D) in, (B, Tq, H, Dv) out."""
-    for name, given in others.items():
-        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
+    for name, option in others.items():
+        if option is not None and option is not False and name not in _WITHOUT_EFFECT:
             raise ValueError(
                 f"{name} is not supported by Ropewalk's attention, so must be None: use 'eager'{_INSTEAD.get(name, '')}"
             )
@@ -403,8 +403,8 @@ def _attend(
             return plain.transpose(1, 2).contiguous(), None
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
-    of_shards = takes_shards()
-    if of_shards:
+    is_sharded = takes_shards()
+    if is_sharded:
         _check_position_ids(module, position_ids)
     causal, window = bool(causal), sliding_window
     mask, key_starts, key_lengths, blocks = attention_mask, None, None, None
@@ -415,14 +415,14 @@ def _attend(
         if attention_mask.dtype == torch.uint32 and causal:
             mask, bounds = None, attention_mask[0, 0, 0].view(torch.int32)
         else:
-            of_keys = recall(attention_mask, batch, keys)
-            mask, key_starts, key_lengths = of_keys or _convert(attention_mask, batch, keys)
+            cached = recall(attention_mask, batch, keys)
+            mask, key_starts, key_lengths = cached or _convert(attention_mask, batch, keys)
             if position_ids is not None and mask is None:
                 bounds = _read_bounds(position_ids, query, key)
-    if window is not None and window >= keys and not of_shards:
+    if window is not None and window >= keys and not is_sharded:
         window = None
     # A branch, as torch.compile with symbolic lengths hands on no SymBool.
-    if queries == 1 and cu_seq_lens_q is None and not of_shards:
+    if queries == 1 and cu_seq_lens_q is None and not is_sharded:
         causal = False  # one query is at the last key
     dropout_p = dropout if module.training else 0.0
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -431,9 +431,9 @@ def _attend(
                 "cu_seq_lens_q was passed with a mask or several batch rows, but must come with one row, without an "
                 "attention_mask: pass one or the other"
             )
-        for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
-            if bounds is not None and given is not None:
-                check_bounds(bounds, given, queries, name)
+        for name, cu_seqlens in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+            if bounds is not None and cu_seqlens is not None:
+                check_bounds(bounds, cu_seqlens, queries, name)
         bounds = cu_seq_lens_q
     is_packed = bounds is not None or cu_seq_lens_k is not None
     if is_packed:
@@ -493,11 +493,11 @@ def _check_position_ids(module: nn.Module, position_ids: Tensor | None) -> None:
         refuse(layout, ValueError(f"position_ids are not the layout's, but {text}"))
 
 
-def _read_pattern(given: Tensor, is_causal: bool, sliding_window: int | None) -> tuple[bool, int | None]:
+def _read_pattern(attention_mask: Tensor, is_causal: bool, sliding_window: int | None) -> tuple[bool, int | None]:
     """Return causality and the window that go with a mask: see the table above."""
-    if not _is_marker(given):
+    if not _is_marker(attention_mask):
         return False, None
-    window = sliding_window if given.shape[1] == 1 else given.shape[1]
+    window = sliding_window if attention_mask.shape[1] == 1 else attention_mask.shape[1]
     if sliding_window not in (None, window):
         raise ValueError(f"sliding_window is {sliding_window}, but must be the mask's and the config's, {window}")
     return True, window
@@ -508,16 +508,16 @@ def _is_marker(mask: Tensor) -> bool:
     return (mask.dtype == torch.uint8 or mask.dtype == torch.uint32) and mask.ndim == 4 and mask.shape[2] == 1
 
 
-def _convert(given: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _convert(attention_mask: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return a mask as bool, and the bounds of its keys if it is one of keys."""
-    if _is_marker(given):
-        if given.shape[3] == 0:  # a window without padding
+    if _is_marker(attention_mask):
+        if attention_mask.shape[3] == 0:  # a window without padding
             return None, None, None
-        mask = given[:, :1].view(torch.bool)
+        mask = attention_mask[:, :1].view(torch.bool)
     else:
-        mask = drop_equal_rows(given)
-        if given.dtype != torch.bool:
-            _check_additive(given, mask)
+        mask = drop_equal_rows(attention_mask)
+        if attention_mask.dtype != torch.bool:
+            _check_additive(attention_mask, mask)
     if mask.shape[1:] == (1, 1, keys):
         return read_keys(mask, batch, keys)
     return mask if mask.dtype == torch.bool else mask == 0, None, None

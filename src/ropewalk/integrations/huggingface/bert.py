@@ -14,7 +14,7 @@ from ropewalk.modules.bert import BERTAttention, get_attention_class
 Model = TypeVar("Model", bound=nn.Module)
 
 # Arguments of the attention classes that the model sets; its own layers have the output projection.
-_OF_THE_MODEL = ("hidden_size", "num_heads", "max_position_embeddings", "dropout", "output_projection")
+_MODEL_OPTIONS = ("hidden_size", "num_heads", "max_position_embeddings", "dropout", "output_projection")
 
 
 def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
@@ -71,9 +71,9 @@ def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}, but must be a torch.nn.Module")
     attention_class = get_attention_class(position)
-    given = [name for name in _OF_THE_MODEL if name in options]
-    if given:
-        raise TypeError(f"options hold {', '.join(given)}, but must not: the model sets them")
+    reserved = [name for name in _MODEL_OPTIONS if name in options]
+    if reserved:
+        raise TypeError(f"options hold {', '.join(reserved)}, but must not: the model sets them")
     find_transformers()
     theirs = importlib.import_module("transformers.models.bert.modeling_bert")
     _check_model(model, theirs)
@@ -160,7 +160,7 @@ def _check_attention(where: str, attention: Any) -> None:
 
 
 def _make_attention(theirs: Any, attention_class: type[BERTAttention], options: dict[str, Any]) -> BERTAttention:
-    """Make attention of another class, with the modules, device, dtype and mode of the given one."""
+    """Make attention of another class, with the modules, device, dtype and mode of another."""
     config, weight = theirs.config, theirs.query.weight
     ours = attention_class(
         config.hidden_size, config.num_attention_heads, config.max_position_embeddings, theirs.dropout.p, **options

@@ -19,16 +19,16 @@ class _HeldCheckpoint:
         self.module, self.original = module, vars(module)[_NAME]
         self.hold: Callable[[], AbstractContextManager[Any]] | None = hold
 
-    def __call__(self, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         hold = self.hold
         if hold is None or torch.compiler.is_compiling():  # a compiled graph recomputes what it traced
-            return self.original(function, *given, **keywords)
+            return self.original(function, *args, **keywords)
 
-        def run(*given: Any, **keywords: Any) -> Any:
+        def run(*args: Any, **keywords: Any) -> Any:
             with hold():
-                return function(*given, **keywords)
+                return function(*args, **keywords)
 
-        return self.original(run, *given, **keywords)
+        return self.original(run, *args, **keywords)
 
     def release(self) -> None:
         """Hold nothing in later forwards."""

@@ -113,8 +113,8 @@ class _LayerForward:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             # transformers 5.24 and later give the cache the other arguments too.
-            given = {"kwargs": dict(kwargs)} if self.cache_name == "cache" else {}
-            k, v = cache.update(k, v, layer.layer_idx, **given)
+            options = {"kwargs": dict(kwargs)} if self.cache_name == "cache" else {}
+            k, v = cache.update(k, v, layer.layer_idx, **options)
         if self.is_windowed:
             kwargs["sliding_window"] = layer.sliding_window
         out, weights = self.interface.get_interface(layer.config._attn_implementation, self.eager)(
@@ -363,10 +363,10 @@ def _read_norm(norm: nn.Module, size: tuple[int, ...]) -> tuple[float, float] | 
 
 def _with_weight(norm: nn.Module, make: Callable[[Tensor], Tensor]) -> Any:
     """Copy a norm, with another weight, if it has one, in float32 on the CPU."""
-    twin = copy.copy(norm)
+    norm_copy = copy.copy(norm)
     weights = {name: nn.Parameter(make(torch.empty(x.shape, **_ON_CPU))) for name, x in norm.named_parameters()}
-    vars(twin)["_parameters"] = {**norm._parameters, **weights}
-    return twin
+    vars(norm_copy)["_parameters"] = {**norm._parameters, **weights}
+    return norm_copy
 
 
 class _Cache:
@@ -375,8 +375,8 @@ class _Cache:
     def __init__(self) -> None:
         self.updates: list[Any] = []
 
-    def update(self, k: Tensor, v: Tensor, *given: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-        self.updates.append((given, keywords))
+    def update(self, k: Tensor, v: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        self.updates.append((args, keywords))
         return k, v
 
 
@@ -398,29 +398,33 @@ def _agree(layer: Any, ours: _LayerForward) -> bool:
         substitutes[name]._parameters["weight"] = nn.Parameter(weight)
     for name in {ours.norm.q_name, ours.norm.k_name}:
         substitutes[name] = _with_weight(getattr(layer, name), lambda x: 1 + 0.3 * random(*x.shape))
-    twin = copy.copy(layer)
+    layer_copy = copy.copy(layer)
     config = copy.copy(layer.config)
     vars(config)["_attn_implementation_internal"] = _PROBE
-    vars(twin).update(_modules={**layer._modules, **substitutes}, config=config, training=True)
-    twin_ours = _LayerForward(twin, ours.name, ours.norm, ours.is_complex, set())
+    vars(layer_copy).update(_modules={**layer._modules, **substitutes}, config=config, training=True)
+    ours_copy = _LayerForward(layer_copy, ours.name, ours.norm, ours.is_complex, set())
     for rotary_dim in (layer.head_dim, layer.head_dim // 2):
         angles = 6 * torch.rand(2, 5, rotary_dim // 2, generator=generator, **_ON_CPU)
         # A factor in the tables, as YaRN's: without a weight it alone tells before from after.
         tables: Any = torch.polar(torch.full_like(angles, 0.75), angles)
         if not ours.is_complex:
             tables = tuple(torch.cat((x, x), dim=-1) for x in (tables.real, tables.imag))
-        given = {"position_embeddings": tables, "attention_mask": random(1)}
+        keywords = {"position_embeddings": tables, "attention_mask": random(1)}
         cotangent = random(2, 5, 8)
         try:
             theirs = _run(
-                lambda *xs, **given: type(layer).forward(twin, *xs, **given), twin_ours, hidden, given, cotangent
+                lambda *xs, **keywords: type(layer).forward(layer_copy, *xs, **keywords),
+                ours_copy,
+                hidden,
+                keywords,
+                cotangent,
             )
         except Exception:  # it does not support such tables
             if rotary_dim == layer.head_dim:
                 return False
             continue
         try:
-            actual = _run(twin_ours, twin_ours, hidden, given, cotangent)
+            actual = _run(ours_copy, ours_copy, hidden, keywords, cotangent)
         except (TypeError, ValueError, RuntimeError):
             return False
         if actual[0] != theirs[0] or len(actual[1]) != len(theirs[1]):
@@ -431,14 +435,14 @@ def _agree(layer: Any, ours: _LayerForward) -> bool:
 
 
 def _run(
-    forward: Callable[..., Any], ours: _LayerForward, hidden: Tensor, given: dict[str, Any], cotangent: Tensor
+    forward: Callable[..., Any], ours: _LayerForward, hidden: Tensor, inputs: dict[str, Any], cotangent: Tensor
 ) -> tuple[Any, list[Tensor]]:
     """Run a forward; return its attention's and cache's arguments, and q, k, v, the output and gradients."""
     calls: list[Any] = []
     tensors: list[Tensor] = []
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> tuple[Tensor, None]:
-        calls.append((module is ours.layer, mask is given["attention_mask"], keywords))
+        calls.append((module is ours.layer, mask is inputs["attention_mask"], keywords))
         tensors.extend((q, k, v))
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2) * ours.layer.scaling).softmax(dim=-1)
@@ -449,8 +453,8 @@ def _run(
     ours.interface[_PROBE] = attend  # of this interface object alone
     try:
         with torch.autocast("cpu", enabled=False):
-            out, _ = forward(hidden, **given, **{ours.cache_name: cache}, position_ids=None, use_cache=False)
-            without, _ = forward(hidden, **given)
+            out, _ = forward(hidden, **inputs, **{ours.cache_name: cache}, position_ids=None, use_cache=False)
+            without, _ = forward(hidden, **inputs)
             gradients = torch.autograd.grad(out, [hidden, *ours.layer.parameters()], cotangent)
     finally:
         del ours.interface[_PROBE]

@@ -24,7 +24,7 @@ class Documents(NamedTuple):
     are_from_zero: bool  # each document's first position is 0
 
 
-class _Kept:
+class _CachedReading:
     """The documents of positions, and the state of the tensor that they were read in."""
 
     __slots__ = ("read", "state")
@@ -43,7 +43,7 @@ class _Forwards:
 
 
 def begin_forward() -> None:
-    """Let readings of inference tensors go out of date: masks are made once, before a forward's layers."""
+    """Let readings of inference tensors go out of date: masks are built once, before a forward's layers."""
     _Forwards.count += 1
 
 
@@ -62,60 +62,60 @@ def find_documents(positions: Tensor, batch: int, step: int = 1) -> Documents | 
     A document ends where neighbours differ by other than `step`: 1 in positions, 0 in numbers of documents. The host
     waits for the device once for each tensor and each version of it.
     """
-    kept = _recall(positions, batch, step)
-    return None if kept is None else kept.read
+    cached = _recall(positions, batch, step)
+    return None if cached is None else cached.read
 
 
 def has_none(positions: Tensor) -> bool:
     """Say whether positions were read, and no row has several documents: few calls, as each layer asks."""
     if is_dynamo_compiling():
         return False
-    kept = getattr(positions, _ATTRIBUTE, None)
-    if type(kept) is not _Kept or kept.read is not None:
+    cached = getattr(positions, _ATTRIBUTE, None)
+    if type(cached) is not _CachedReading or cached.read is not None:
         return False
-    version, address, (shape, strides, *_) = kept.state
-    # That of an inference tensor, which counts no writes, is no number. What is kept may be of a view at this address.
+    version, address, (shape, strides, *_) = cached.state
+    # An inference tensor counts no writes: its version is no number. The reading may be of a view at this address.
     is_same = type(version) is int and version == positions._version and address == positions.data_ptr()
     return is_same and shape == positions.shape and strides == positions.stride()
 
 
-def check_bounds(bounds: Tensor, given: Tensor, tokens: int, name: str) -> None:
+def check_bounds(bounds: Tensor, cu_seqlens: Tensor, tokens: int, name: str) -> None:
     """Raise if bounds that were passed beside packed positions tell other documents apart: once in a forward.
 
     Raises:
         ValueError: `name` says which bounds.
     """
-    if not (can_read(bounds) and can_read(given)):
+    if not (can_read(bounds) and can_read(cu_seqlens)):
         return
-    state = (_Forwards.count, _version(given), given.data_ptr(), bounds.data_ptr())
-    if getattr(given, _CHECKED, None) == state:
+    state = (_Forwards.count, _version(cu_seqlens), cu_seqlens.data_ptr(), bounds.data_ptr())
+    if getattr(cu_seqlens, _CHECKED, None) == state:
         return
     # Bounds may repeat: a document without tokens.
     starts = [torch.zeros(tokens + 1, dtype=torch.bool, device=bounds.device) for _ in range(2)]
-    for start, ends in zip(starts, (bounds, given), strict=True):
+    for start, ends in zip(starts, (bounds, cu_seqlens), strict=True):
         start[ends.to(bounds.device, torch.int64).clamp(0, tokens)] = True
     if not torch.equal(*starts):
         raise ValueError(
             f"{name} tells other documents apart than position_ids, which restart: pass those of the same documents, "
             f"or one of the two"
         )
-    setattr(given, _CHECKED, state)
+    setattr(cu_seqlens, _CHECKED, state)
 
 
-def _recall(positions: Tensor, batch: int, step: int) -> _Kept | None:
+def _recall(positions: Tensor, batch: int, step: int) -> _CachedReading | None:
     """Return what was read of positions before, or read them; None if the host cannot."""
     if not can_read(positions):
         return None
     # Views, as of the same positions for each mask, count the writes to one tensor.
     owner = positions if positions._base is None else positions._base
     state = (_version(positions), positions.data_ptr(), (positions.shape, positions.stride(), batch, step))
-    kept = getattr(owner, _ATTRIBUTE, None)
-    if type(kept) is not _Kept or kept.state != state:
-        kept = _Kept(state, _read(positions, batch, step))
-        setattr(owner, _ATTRIBUTE, kept)
-    if owner is not positions and kept.read is None:
-        setattr(positions, _ATTRIBUTE, kept)  # for `has_none`
-    return kept
+    cached = getattr(owner, _ATTRIBUTE, None)
+    if type(cached) is not _CachedReading or cached.state != state:
+        cached = _CachedReading(state, _read(positions, batch, step))
+        setattr(owner, _ATTRIBUTE, cached)
+    if owner is not positions and cached.read is None:
+        setattr(positions, _ATTRIBUTE, cached)  # for `has_none`
+    return cached
 
 
 def _version(x: Tensor) -> Any:

@@ -288,7 +288,7 @@ def _recognise(module: ModuleType, name: str, original: Any) -> _Rotation | None
 _ATTRIBUTE = "_ropewalk_rotation"  # of a model's cos, which its layers share
 
 
-class _Kept:
+class _CachedCall:
     """The call of a model's tables, for the layers after the first."""
 
     __slots__ = ("addresses", "axis", "call", "repeater", "sin")
@@ -306,7 +306,7 @@ def _keep(tables: tuple[Tensor, Tensor], call: RopeCall, repeater: Repeater, axi
     if type(cos) is Tensor and not (cos.requires_grad or sin.requires_grad or is_transformed()):
         # A view of cos would keep cos, which keeps it: these have no tensor that they are views of.
         call = call._replace(cos=call.cos.detach(), sin=call.sin.detach())
-        setattr(cos, _ATTRIBUTE, _Kept(repeater, sin, axis, (cos.data_ptr(), sin.data_ptr()), call))
+        setattr(cos, _ATTRIBUTE, _CachedCall(repeater, sin, axis, (cos.data_ptr(), sin.data_ptr()), call))
 
 
 def _make(name: str, form: str, axis: int, convention: _Convention, alone: Any) -> Callable[..., Any]:
@@ -319,15 +319,15 @@ def _make(name: str, form: str, axis: int, convention: _Convention, alone: Any) 
     def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Any:
         may_repeat = k is not None and not convention.half_split_out and not is_dynamo_compiling()
         if may_repeat:
-            kept = getattr(cos, _ATTRIBUTE, None)
+            cached = getattr(cos, _ATTRIBUTE, None)
             if (
-                type(kept) is _Kept
-                and kept.repeater is repeater
-                and kept.sin is sin
-                and kept.axis == unsqueeze_dim
-                and kept.addresses == (cos.data_ptr(), sin.data_ptr())
+                type(cached) is _CachedCall
+                and cached.repeater is repeater
+                and cached.sin is sin
+                and cached.axis == unsqueeze_dim
+                and cached.addresses == (cos.data_ptr(), sin.data_ptr())
             ):
-                repeated = repeater.rotate(q, k, kept.call)  # type: ignore[arg-type]
+                repeated = repeater.rotate(q, k, cached.call)  # type: ignore[arg-type]
                 if repeated is not None:
                     return repeated
         heads = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim - cos.ndim - 1
@@ -395,8 +395,8 @@ def _make(name: str, form: str, axis: int, convention: _Convention, alone: Any) 
     def rotate_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = axis) -> Any:
         return rotate(x, None, cos, sin, unsqueeze_dim)
 
-    made: dict[str, Callable[..., Any]] = {"pair": rotate_pair, "vision": rotate_vision, "single": rotate_single}
-    return made[form]
+    by_form: dict[str, Callable[..., Any]] = {"pair": rotate_pair, "vision": rotate_vision, "single": rotate_single}
+    return by_form[form]
 
 
 def _split_pairs(x: Tensor) -> Tensor:
@@ -418,31 +418,31 @@ def _agree(original: Any, ours: Any, form: str, tables: str) -> bool:
         angles = 6 * torch.rand(2, 5, rotary_dim // 2, generator=generator, device="cpu")
         if tables != "once":
             angles = angles.repeat(1, 1, 2) if tables == "halves" else angles.repeat_interleave(2, dim=-1)
-        given = [*((q, k) if axis == 1 else (q.transpose(1, 2), k.transpose(1, 2))), angles.cos(), angles.sin()]
+        inputs = [*((q, k) if axis == 1 else (q.transpose(1, 2), k.transpose(1, 2))), angles.cos(), angles.sin()]
         keywords = {"unsqueeze_dim": axis}
         if form == "single":
-            del given[1]
+            del inputs[1]
         elif form == "vision":  # packed: (T, H, D), and (T, R)
-            given, keywords = [x[0] for x in (q.transpose(1, 2), k.transpose(1, 2), *given[2:])], {}
+            inputs, keywords = [x[0] for x in (q.transpose(1, 2), k.transpose(1, 2), *inputs[2:])], {}
         try:
-            theirs = original(*given, **keywords)
+            theirs = original(*inputs, **keywords)
         except Exception:  # it does not support such a table
             if rotary_dim == 16:
                 return False
             continue
         theirs = (theirs,) if form == "single" else theirs
-        if not isinstance(theirs, tuple) or len(theirs) != len(given) - 2:
+        if not isinstance(theirs, tuple) or len(theirs) != len(inputs) - 2:
             return False
-        actual = ours(*(x.double() for x in given), **keywords)
+        actual = ours(*(x.double() for x in inputs), **keywords)
         for a, b in zip((actual,) if form == "single" else actual, theirs, strict=True):
             if not isinstance(b, Tensor) or a.shape != b.shape or not float((a - b).abs().max()) <= budget:
                 return False
     return True
 
 
-def _call(original: Any, *given: Tensor | None) -> Any:
+def _call(original: Any, *inputs: Tensor | None) -> Any:
     """Call a rotary function; None if it raises."""
     try:
-        return original(*given)
+        return original(*inputs)
     except Exception:
         return None
