@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropewalk.ops.tracing import refuse_tangents
+
 Backward = Callable[..., tuple[Tensor | None, ...]]
 REFUSAL = (
     "trying to differentiate twice: attention by our kernels is differentiable once; impl='reference' is as often as "
@@ -25,6 +27,7 @@ def differentiable_once(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_tangents(grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():

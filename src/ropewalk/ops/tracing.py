@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -63,6 +63,17 @@ def is_dtensor(x: Tensor | None) -> bool:
 def is_transformed() -> bool:
     """Say whether a torch.func transform or forward-mode differentiation is active."""
     return _top_transform() is not None or forward_ad._current_level >= 0
+
+
+def refuse_tangents(grads: Sequence[Tensor | None]) -> None:
+    """Raise ValueError if a gradient has a tangent of forward-mode differentiation, which a launch would lose."""
+    if forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in grads):
+        raise ValueError(
+            "a gradient that came to a backward has a tangent, but forward-mode differentiation of this backward is "
+            "not supported; torch.func.jvp of torch.func.grad is"
+        )
 
 
 def has_values(x: Tensor) -> bool:

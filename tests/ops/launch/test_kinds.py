@@ -17,6 +17,7 @@ import torch
 from helpers.kinds import without_plans
 from helpers.modes import ON_GPU, needs_kernels, on_gpu
 from torch import Tensor
+from torch.autograd import forward_ad
 
 pytest.importorskip("triton")
 from helpers.kinds import kinds_of
@@ -711,6 +712,49 @@ def test_decoding_from_a_cache_that_grows(
         torch.testing.assert_close(expected[0], truth[0], rtol=1e-4, atol=1e-4)
     assert counts[1:] == [1, 1]
     assert len(kinds_of()) == 1
+
+
+def test_forward_mode_over_a_cache_that_grows_is_refused(device: torch.device, launches: Launches) -> None:
+    for keys in (300, 301, 302, 303):
+        q, k, v = (draw(B, n, H, D, device=device, seed=n) for n in (1, keys, keys))
+        count = launches.of(lambda: infer([q, k, v], {}))[1]  # noqa: B023
+    assert count == 1  # by the plan of all lengths
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(ValueError, match="forward-mode"):
+            infer([dual, k, v], {})
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("operation", ["attention", "norm", "gate", "rope", "in-place"])
+def test_a_backward_refuses_tangents(device: torch.device, operation: str, plans: bool) -> None:
+    """A launch loses them: the tangent of a gradient would silently be zero."""
+    q, k, v = draw_qkv(device)
+    cos, sin = torch.ones(2, T, D // 2, device=device)
+    scale = torch.ones(D, device=device)
+
+    def run() -> tuple[Results, Results]:
+        leaf = q.detach().requires_grad_()
+        if operation == "attention":
+            outs = attention(leaf, k, v, impl="triton")
+        elif operation == "gate":
+            outs = attention(leaf, k, v, impl="triton", gate=q)
+        elif operation == "norm":
+            outs = apply_rope(leaf, k, cos, sin, norm=QKNorm(scale, scale))
+        else:
+            x = leaf * 1 if operation == "in-place" else leaf
+            outs = apply_rope(x, k, cos, sin, inplace=operation == "in-place")
+        return [leaf], [x for x in as_list(outs) if x.requires_grad]
+
+    for _ in range(3 if plans else 0):
+        leaves, outs = run()
+        torch.autograd.grad(outs, leaves, [*map(torch.ones_like, outs)])
+    leaves, outs = run()
+    with forward_ad.dual_level():
+        torch.autograd.grad(outs, leaves, [*map(torch.ones_like, outs)], retain_graph=True)
+        grads = [forward_ad.make_dual(x.detach(), torch.ones_like(x)) for x in outs]
+        with pytest.raises(ValueError, match="has a tangent"):
+            torch.autograd.grad(outs, leaves, grads)
 
 
 def test_rules_of_choice_are_by_powers_of_two() -> None:

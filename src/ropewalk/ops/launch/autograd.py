@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ropewalk.ops.tracing import refuse_tangents
+
 
 class Step(Protocol):
     """A call that autograd records.
@@ -30,6 +32,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_tangents(grads)
         return (None, *ctx.step.backward(ctx, *grads))
 
 

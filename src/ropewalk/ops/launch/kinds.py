@@ -28,7 +28,7 @@ MAX_BACKWARDS = 32  # of one forward: gradients that are slices of ever-new leng
 on_gpu = True
 on_cpu = False  # in Triton's interpreter, for tests
 MAX_RECENT = 4  # kinds of layers that take turns
-UNKNOWN, SEEN = object(), object()  # no plan was looked for; the next call makes one
+UNKNOWN = object()  # no plan was looked for
 
 
 class Cache:
@@ -152,7 +152,6 @@ class Kind(Generic[AnyRecord]):
             [name for name, x in zip(record.tensors, tensors, strict=True) if x is not None]
         )
         self.is_cuda = any(x is not None and x.is_cuda for x in tensors)
-        self.requires_grad = any(x is not None and x.requires_grad for x in tensors)
         self.matches: Callable[[AnyRecord], bool] = matches_nothing
         self.switches: tuple[bool, ...] = ()
         self.plans: dict[Any, Any] = {}  # by alignments of addresses: a plan, and what picks the launcher's results
@@ -335,8 +334,10 @@ class Operation(Generic[AnyRecord]):
     def find(self, record: AnyRecord) -> Any:
         """Return the kind of a plain eager call; None for the first one of a kind. Raise for a wrong call."""
         kind = self.repeat(record)
-        if kind is not None:
-            return kind
+        return self.look_up(record) if kind is None else kind
+
+    def look_up(self, record: AnyRecord) -> Any:
+        """Return the kind of a record that is none of the last calls', as `find` does."""
         try:
             found = switches() if self.reads_switches else ()
             key = (self, self.record.key(record), found)

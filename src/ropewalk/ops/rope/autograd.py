@@ -33,7 +33,7 @@ from ropewalk.ops.rope.validate import (
     max_offset,
     reach,
 )
-from ropewalk.ops.tracing import with_memory
+from ropewalk.ops.tracing import refuse_tangents, with_memory
 
 _increment_version = torch._C._increment_version
 
@@ -228,6 +228,7 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_tangents(grads)
         # Every tensor that was recorded requires grad.
         return (None, *inverse_rotate(ctx, grads, [True] * len(grads)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ropewalk.ops.attention.backend import Backend, KernelBackend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, REFERENCE, choose, takes_gate
@@ -62,13 +63,15 @@ class _Attention(Operation[Unchecked]):
                 return kind
             extents = _growing_extents(record)
             kind = _FIXED if extents is None else self._find_growing(record, extents)
-            return super().find(record) if kind is _FIXED else kind
+            return self.look_up(record) if kind is _FIXED else kind
         except (AttributeError, RuntimeError, TypeError):  # no strides of sparse tensors, no hash of lists, no tensor
             return None
 
     def _repeat_growing(self, record: Unchecked) -> Any:
         """Return the kind of a call over a cache, if it is one of the last such calls'."""
-        extents = _growing_extents(record) if self.growing else None
+        if not self.growing or forward_ad._current_level >= 0:  # a matcher does not see tangents
+            return None
+        extents = _growing_extents(record)
         for kind in self.growing if extents is not None else ():
             if kind.extents == extents and kind.matches(record):
                 return kind
