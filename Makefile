@@ -22,15 +22,19 @@ ONLY_IN_ALL := target or browser or docs or distribution or slow
 # How many cases `make test-all` takes of tests that compile or interpret kernels; `all` takes hours on two cores.
 COVER ?= most
 
-.PHONY: demo dist check check-tests test test-all test-newest test-oldest test-gpu products products-pack products-gpu \
+.PHONY: demo dist url check check-tests test test-all test-newest test-oldest test-gpu products products-pack products-gpu \
 	sanitize lint clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/ropewalk demo
 
-# The wheel and the source distribution, in dist/. For a package index: make dist URL=https://…, the repository's page.
+# The wheel and the source distribution, in dist/, with the repository's URL of pyproject.toml or, once: make dist URL=https://…
 dist: $(VENV)/dev-installed
-	$(BIN)/python tools/dist.py --url "$(URL)"
+	$(BIN)/python tools/dist.py $(URL:%=--url "%")
+
+# Badges, citation and BibTeX by pyproject.toml. With URL=https://… the repository's page is set there and wherever it is shown.
+url: $(VENV)/dev-installed
+	$(BIN)/python tools/project.py $(URL:%=--url "%")
 
 # Minutes: the layers and rules, one binary of each kernel for sm_90, and a few cases of each test of kernels.
 check: lint

@@ -34,7 +34,7 @@ TESTS = [
 # Files that read records on the host.
 RECORDS = [OPS / "attention" / f"{name}.py" for name in ("api", "call", "operator", "backend", "backends", "pages")]
 
-MAX_JITTED, MAX_HOST, MAX_FILES, MAX_README = 12, 19, 12, 120
+MAX_JITTED, MAX_HOST, MAX_FILES, MAX_README = 12, 19, 12, 130
 # Their arguments are the public contract; a command's are the options that its help lists.
 MANY_ARGUMENTS = re.compile(
     r"ops/(attention/(api\.py:\d+ attention|operator\.py:\d+ \w+)|rope/api\.py:\d+ apply_rope)\b|/cli/"
@@ -270,7 +270,7 @@ def test_a_term_of_scores_lives_in_few_files(term):
 def test_the_readme_is_short_and_says_how_to_install():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not too_long(text, MAX_README)
-    assert "pip install git+" in text
+    assert "$ pip install ." in text
 
 
 # Each rule can fail.

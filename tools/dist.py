@@ -1,7 +1,7 @@
 """Build the wheel and the source distribution of what git tracks: `make dist`.
 
-`make dist URL=https://…` is for a package index: the metadata names that repository, and README's links and figures
-lead to its commit, since an index has no files beside the page.
+With the repository's URL, which pyproject.toml or `make dist URL=https://…` has, they are for a package index: the
+metadata names it, and README's links and figures lead to its commit, since an index has no files beside the page.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import project
+
 ROOT = Path(__file__).parents[1]
+_BADGE = re.compile(r"\[!\[([^\]]*)\]\([^)\s]+\.svg\)\]\(")
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def absolute_links(text: str, url: str, commit: str) -> str:
-    """Return a page whose links and figures of the repository are absolute; its code stays."""
+    """Return a page whose links and figures of the repository are absolute; its code stays, its badges become text."""
 
     def replace(link: re.Match[str]) -> str:
         target = link["target"]
@@ -29,19 +32,7 @@ def absolute_links(text: str, url: str, commit: str) -> str:
         return f"{link['image']}[{link['text']}]({url}/{kind}/{commit}/{target})"
 
     parts = _FENCED.split(text)
-    return "".join(part if part.startswith("```") else _LINK.sub(replace, part) for part in parts)
-
-
-def with_urls(pyproject: str, url: str) -> str:
-    """Return pyproject.toml with the project's URLs."""
-    urls = {
-        "Repository": url,
-        "Documentation": f"{url}/blob/HEAD/docs/index.md",
-        "Changelog": f"{url}/blob/HEAD/CHANGELOG.md",
-        "Issues": f"{url}/issues",
-    }
-    lines = "".join(f'{name} = "{target}"\n' for name, target in urls.items())
-    return pyproject.replace("[project.scripts]\n", f"[project.urls]\n{lines}\n[project.scripts]\n", 1)
+    return "".join(x if x.startswith("```") else _LINK.sub(replace, _BADGE.sub(r"[\1](", x)) for x in parts)
 
 
 def copy_tracked(target: Path) -> None:
@@ -54,20 +45,20 @@ def copy_tracked(target: Path) -> None:
 
 
 def build(output: Path, url: str | None) -> None:
-    """Build both distributions into `output`, with the packages that are here."""
+    """Build both distributions into `output` with the packages that are here; a URL goes before pyproject.toml's."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output)]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         copy_tracked(copy)
-        if url is None:
+        project.write(copy, url)
+        if not (shown := project.read_project(copy).url):
             print("no URL: README's links lead nowhere on a package index; make dist URL=https://… writes them")
         else:
             of_head = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
             head = subprocess.run(of_head, capture_output=True, text=True, check=True)
-            readme, pyproject = copy / "README.md", copy / "pyproject.toml"
-            text = absolute_links(readme.read_text(encoding="utf-8"), url, head.stdout.strip())
+            readme = copy / "README.md"
+            text = absolute_links(readme.read_text(encoding="utf-8"), shown, head.stdout.strip())
             readme.write_text(text, encoding="utf-8")
-            pyproject.write_text(with_urls(pyproject.read_text(encoding="utf-8"), url), encoding="utf-8")
         subprocess.run([*command, str(copy)], check=True)
 
 
@@ -75,12 +66,9 @@ def main() -> None:
     """Read the command's arguments and build."""
     parser = argparse.ArgumentParser(description="Build the wheel and the source distribution.")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="the folder of both")
-    parser.add_argument("--url", default="", help="the repository's page, as https://example.org/ropewalk")
+    parser.add_argument("--url", help="the repository's page, in place of that of pyproject.toml")
     arguments = parser.parse_args()
-    url = arguments.url.rstrip("/")
-    if url and not re.match(r"https?://[^/]", url):
-        parser.error(f"--url is {url!r}, but must begin with https:// or http://")
-    build(arguments.output, url or None)
+    build(arguments.output, arguments.url)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tables import CARD, COLOURS, RESULTS, Book, books, hot_choices, is_peer, make, show_pick, time_of
+from tables import CARD, COLOURS, RESULTS, Book, books, fold, hot_choices, is_peer, make, show_picks, time_of
 
 from ropewalk.bench.attention.bench import AttentionBench
-from ropewalk.bench.report.gains import Choice
+from ropewalk.bench.core.load import Row
+from ropewalk.bench.report.gains import AHEAD, BEHIND, LEVEL, SAME, Choice, Gain, find_gains
 from ropewalk.bench.report.page import duration, write_report
 from ropewalk.bench.report.peers import NAMES, name_measured
 from ropewalk.bench.rope.bench import RopeBench
@@ -52,7 +53,7 @@ LINES = (
     Line("RoPE forward, in place", "llama3-8b", "fwd", _INPLACE),
     Line("RoPE backward", "llama3-8b", "bwd", _HALF),
     Line("RoPE of 64 decoding tokens, in a CUDA graph", "decode-64", "decode", _INPLACE, "graph", in_table=True),
-    Line("host time of rotating 64 decoding tokens, eager", "decode-64", "decode", _INPLACE, "host", in_table=True),
+    Line("host time of rotating 64 decoding tokens, eager", "decode-64", "decode", _INPLACE, "host"),
     Line("training, causal, 4 × 4096, H32 D128", "causal-4k-d128", "train", in_table=True),
     Line("training, causal, 2 × 8192, H32/8 D128", "gqa-8k-d128", "train"),
     Line("training, causal, 1 × 8192, H32 D64", "causal-8k-d64", "train"),
@@ -62,6 +63,8 @@ LINES = (
     Line("decoding, 64 caches of up to 8192 keys", "decode-8k-d128", "decode"),
     Line("decoding, one cache of 8192 keys", "decode-1", "decode", in_table=True),
 )
+# Of whole models README has these, by case and mode, and beside them the best one and the worst.
+USUAL_MODELS = (("bert-base", "autocast"), ("llama-8-layers", "bf16"))
 
 
 @dataclass(frozen=True)
@@ -102,26 +105,66 @@ def comparisons() -> list[Comparison]:
     return [found for line in LINES if (found := compare(line)) is not None]
 
 
-def make_overview(found: Sequence[Comparison]) -> str:
-    """Return README's table: our kernels, what `impl=None` picks, and the best peer over that."""
-    lines = [
-        "| one H200, bf16 | our kernels | `impl=None` without flash-attn 4 | with it | best other | times as fast |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+def make_overview(found: Sequence[Comparison], models: Sequence[Gain] = ()) -> str:
+    """Return README's table: ours, by what `impl=None` picks, and how many times as fast as the best peer that is."""
+    lines = ["| one H200, bf16 | Ropewalk | times as fast as the best other |", "| --- | --- | --- |"]
     for one in (one for one in found if one.line.in_table):
         if one.choice is not None and one.choice.best_peer is not None:
-            ratio, name = one.choice.best_peer
+            times, name = one.choice.best_peer
         else:
             name = min(one.peers, key=one.peers.__getitem__)
-            ratio = one.peers[name] / one.ours
-        verdict = f"[{ratio:.2f} ×](results/{one.record}.jsonl){'' if ratio >= 0.98 else ', **slower**'}"
-        same = [duration(one.ours), "the same", "the same"]
-        picks = same if one.choice is None else map(show_pick, one.choice.picks)
-        cells = (one.line.label, *picks, f"{duration(one.peers[name])}, {NAMES[name]}", verdict)
-        lines.append(f"| {' | '.join(cells)} |")
-    names = {name for one in found if one.line.in_table for name in one.peers}
-    runs = (run for name in ("rope", "attention") for run in books()[0].runs[name])
-    return "\n".join(lines) + "\n\n" + "\n".join(name_measured(names, runs)) + "\n"
+            times = one.peers[name] / one.ours
+        shown = duration(one.ours) if one.choice is None else show_picks(one.choice)
+        lines.append(f"| {one.line.label} | {shown} | {_verdict(times, name, one.record)} |")
+    for label, gain in _shown_models(models):
+        assert gain.ours is not None
+        assert gain.peer is not None
+        verdict = _verdict(gain.times or 0.0, gain.peer["impl"], f"training-{CARD}")
+        lines.append(f"| {label} | {duration(time_of(gain.ours))} | {verdict} |")
+    said = []
+    if models:
+        counts = [sum(gain.outcome == one for gain in models) for one in (AHEAD, LEVEL, BEHIND)]
+        said.append(
+            "Models are of transformers, and the other is its own attention. "
+            f"{counts[0]} of {len(models)} train faster, {counts[1]} within 2 %, {counts[2]} slower; "
+            "the table has two usual ones, the best and the worst."
+        )
+    names = {name for one in found if one.line.in_table for name in one.peers}.union(*(one.timed for one in models))
+    runs = (run for name in ("rope", "attention", "training") for run in books()[0].runs.get(name, ()))
+    return "\n".join(lines) + "\n\n" + fold([*said, *name_measured(names, runs)])
+
+
+def _verdict(times: float, name: str, record: str) -> str:
+    slower = "" if times >= 1 / (1 + SAME) else ", **slower**"
+    return f"[{times:.2f} × {NAMES[name]}](results/{record}.jsonl){slower}"
+
+
+def trained_models() -> list[Gain]:
+    """Return the comparisons of whole models' training steps with what transformers has."""
+    rows = (row for record in books()[0].compared for row in record.of("training"))
+    return [gain for gain in find_gains(rows) if gain.times is not None]
+
+
+def _shown_models(models: Sequence[Gain]) -> Iterator[tuple[str, Gain]]:
+    """Yield the usual models, the best one and the worst, each with its label."""
+    by_case = {(gain.lead["case"]["name"], gain.lead["mode"]): gain for gain in models}
+    shown = [(f"training {_describe_model(by_case[key].lead)}", by_case[key]) for key in USUAL_MODELS if key in by_case]
+    ranked = sorted(models, key=lambda gain: gain.times or 0.0)
+    for word, gain in zip(("best", "worst"), (*ranked[-1:], *ranked[:1]), strict=False):
+        shown.append((f"the {word} model: {_describe_model(gain.lead)}", gain))
+    yield from shown
+
+
+def _describe_model(lead: Row) -> str:
+    case, config = lead["case"], lead["case"]["config"]
+    family, _, part = case["family"].partition("-")
+    words = [{"bert": "BERT"}.get(family, family.capitalize()) + (" with RoPE" if part == "rope" else "")]
+    if "num_hidden_layers" in config:
+        words.append(f"{config['num_hidden_layers']} layers of {config['hidden_size']}")
+    else:
+        words[0] = words[0].replace("BERT", "BERT-base")
+    words += [f"{case['batch']} × {case['tokens']}", *(["autocast"] if lead["mode"] == "autocast" else [])]
+    return f"{', '.join(words)} (`{case['name']}`)"
 
 
 def measured_rows(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -168,7 +211,7 @@ def fill(text: str) -> str:
 
     def put(found: re.Match[str]) -> str:
         name = found["name"]
-        table = make_overview(comparisons()) if name == OVERVIEW else make(name)
+        table = make_overview(comparisons(), trained_models()) if name == OVERVIEW else make(name)
         return f"<!-- {name} -->\n{table}<!-- end of {name} -->\n"
 
     return _MARKS.sub(put, text)

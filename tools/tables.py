@@ -23,7 +23,7 @@ from ropewalk.bench.core.records import parse_lines
 from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.host.bench import HostBench
 from ropewalk.bench.report import gains as g
-from ropewalk.bench.report.page import CHOICE_PEERS, NOT_MEASURED, NOTHING, duration
+from ropewalk.bench.report.page import NOT_MEASURED, NOTHING, duration
 from ropewalk.bench.report.peers import EAGER, NAMES, name_measured
 from ropewalk.bench.rope.bench import MULTIPLY, NormBench, RopeBench, SweepBench
 from ropewalk.bench.training.bench import TrainingBench
@@ -96,6 +96,7 @@ MASKS = {
 
 
 _OURS = ("gluon", "triton")
+BEST_TWO = ("best other", "second best")  # of a table that would not hold a column for each library
 
 
 class Book:
@@ -255,6 +256,13 @@ def versus(rows: Iterable[Row], ours: float | None, quantity: str = "time") -> s
     return NOTHING if theirs is None else f"{us(theirs)}, {NAMES[name]}, {ratio(theirs, ours)}"
 
 
+def others(times: Mapping[str, float], show: Callable[[str], str], first: str | None = None) -> list[str]:
+    """Return two cells, the best other library and the second, of what `show` says of each; `first` comes first."""
+    order = sorted(times, key=lambda name: (name != first, times[name]))
+    cells = [f"{show(name)}, {NAMES[name]}" for name in order[:2]]
+    return cells + [NOTHING] * (2 - len(cells))
+
+
 def in_words(row: Row) -> str:
     """Describe a case without what all cases of a table have in common."""
     text = g.describe_case({"benchmark": "attention", **row}).replace(", bfloat16", "")
@@ -305,10 +313,12 @@ def decode_rotation(book: Book) -> Table:
     """Rotations of one token a sequence, in a CUDA graph."""
     found = [(lead, rows) for lead, rows in book.each("rope", "decode") if not _is_norm(lead["case"])]
     ours = {"native": "CUDA", "rotary_embedding": "`rotary_embedding`", "triton": "Triton"}
-    peers = _peers_of((rows for _, rows in found), "graph")
-    names = [*ours, *peers]
-    cells = [[in_words(lead), *(us(time_of(rows.get(name), "graph")) for name in names)] for lead, rows in found]
-    return Table(["case", *ours.values(), *(NAMES[name] for name in peers)], list(cells), (1,), beside=_rows(found))
+    cells = []
+    for lead, rows in found:
+        times = {name: time for name, row in rows.items() if is_peer(row) and (time := time_of(row, "graph"))}
+        peers = others(times, lambda name, times=times: us(times[name]))
+        cells.append([in_words(lead), *(us(time_of(rows.get(name), "graph")) for name in ours), *peers])
+    return Table(["case", *ours.values(), *BEST_TWO], cells, (1,), beside=_rows(found))
 
 
 def host_rotation(book: Book) -> Table:
@@ -377,35 +387,36 @@ def norm(book: Book) -> Table:
 
 
 def kernels(mode: str) -> Callable[[Book], Table]:
-    """Make the table of the kernels alone in a mode: TFLOP/s of ours and of other libraries."""
-    peers = ("flash_attn_4", "cudnn", "flex", "sdpa_flash")
+    """Make the table of the kernels alone in a mode: TFLOP/s of ours and of the two best other libraries."""
 
     def make(book: Book) -> Table:
         found = []
         for lead, rows in book.each("attention", mode):
             _, name = best(rows.values(), "ours")
-            others = [row for row in rows.values() if row["kind"] == "peer"]
-            times, other = (g.against_peers(rows[name], others) if name else None) or (None, None)
-            cells = (number(rows.get(one), "tflops") for one in ("gluon", "triton", *peers))
+            peers = {row["impl"]: row for row in rows.values() if is_peer(row)}
+            times, other = (g.against_peers(rows[name], peers.values()) if name else None) or (None, None)
+            spent = {one: time for one, row in peers.items() if (time := time_of(row))}
+            best_two = others(
+                spent, lambda one, peers=peers: number(peers[one], "tflops"), None if other is None else other["impl"]
+            )
             verdict = NOTHING if other is None else f"{ratio(times, 1.0)} {NAMES[other['impl']]}"
-            found.append([in_words(lead), *cells, verdict])
-        headings = ["case", "gluon", "triton", *(NAMES[one] for one in peers), "our faster one, × the best other"]
-        return Table(headings, found, (1, 7), beside=_rows(book.each("attention", mode)))
+            found.append([in_words(lead), *(number(rows.get(one), "tflops") for one in _OURS), *best_two, verdict])
+        headings = ["case", *_OURS, *BEST_TWO, "our faster one, × the best other"]
+        return Table(headings, found, (1, 5), beside=_rows(book.each("attention", mode)))
 
     return make
 
 
 def choices(book: Book) -> Table:
-    """RoPE and attention: our kernels, the picks of `impl=None`, and other libraries."""
+    """RoPE and attention: the pick of `impl=None`, and the two best other libraries."""
     found = []
     for one in hot_choices(book):
-        peers = (duration(one.time_of(name)) for name in CHOICE_PEERS)
         case = f"{in_words(one.lead)}, {MODES[one.lead['mode']]}"
-        times = None if one.best_peer is None else one.best_peer[0]
-        found.append([case, *map(show_pick, one.picks), *peers, ratio(times, 1.0)])
-    headings = ["case", "our kernels", "`impl=None` without flash-attn 4", "with flash-attn 4"]
+        times, name = one.best_peer or (None, None)
+        best_two = others(one.peers, lambda name, one=one: duration(one.peers[name]), name)
+        found.append([case, show_picks(one), *best_two, ratio(times, 1.0)])
     beside = [row for mode in ("train", "decode", *REROPE) for row in _rows(book.each("attention", mode))]
-    return Table([*headings, *CHOICE_PEERS.values(), "the pick, × the best other"], found, (1, 7), beside=beside)
+    return Table(["case", "`impl=None`", *BEST_TWO, "× the best other"], found, (1, 4), beside=beside)
 
 
 @functools.cache
@@ -417,6 +428,14 @@ def hot_choices(book: Book) -> list[g.Choice]:
 
 def show_pick(pick: tuple[float, str] | None) -> str:
     return NOT_MEASURED if pick is None else f"{duration(pick[0])}, {pick[1]}"
+
+
+def show_picks(choice: g.Choice) -> str:
+    """Show what `impl=None` picks; where flash-attn 4 changes that, both."""
+    _, without, has_flash = choice.picks
+    if without is None or has_flash is None or without[1] == has_flash[1]:
+        return show_pick(has_flash or without)
+    return f"{show_pick(has_flash)}; without flash-attn 4 {show_pick(without)}"
 
 
 def settings(book: Book) -> Table:

@@ -14,14 +14,20 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-GPUS = {**TARGETS, "sm_120": GPUTarget("cuda", 120, 32)}  # and one for which a few are
-# Bytes; what is compiled for sm_80 is also for sm_86 and 89, which have less than its 163 KiB.
+# And those for which attention's are.
+GPUS = {
+    **TARGETS,
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+}
+# Bytes; sm_80 has 163 KiB, but shares its tiles with sm_86 and 89.
 SHARED_MEMORY = {
     "sm_80": 99 * 1024,
     "sm_90": 227 * 1024,
     "sm_100": 227 * 1024,
     "gfx942": 64 * 1024,
-    "sm_120": 99 * 1024,
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120"), 99 * 1024),
 }
 TENSOR_MEMORY = 512  # columns: with more, Triton compiles a trap, and its launcher refuses
 

@@ -119,14 +119,15 @@ def test_kernels_compile_within_memory_and_registers(monkeypatch, tmp_path, targ
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_tiles_fit_where_descriptors_and_little_shared_memory_meet(monkeypatch, head_dim):
-    """sm_120 has TMA, so that its descriptors take other shared memory than those of sm_80; its spills are not held."""
-    pretend_target(monkeypatch, "sm_120")
+@pytest.mark.parametrize("target", [target for target in GPUS if target not in TARGETS])
+def test_tiles_fit_into_little_shared_memory(monkeypatch, target, head_dim):
+    """sm_120 has TMA, so that its descriptors take other shared memory than those of sm_80; spills are not held."""
+    pretend_target(monkeypatch, target)
     assert config.table_of_gpu() is config._OTHERS
-    launches, _ = launches_of(monkeypatch, "sm_120", head_dim, head_dim, torch.bfloat16, "rope-causal")
+    launches, _ = launches_of(monkeypatch, target, head_dim, head_dim, torch.bfloat16, "rope-causal")
     for kernel, arguments, keywords in launches:
-        compiled = compile_launch(kernel, arguments, keywords, GPUS["sm_120"])
-        assert compiled.metadata.shared <= SHARED_MEMORY["sm_120"], kernel.__name__
+        compiled = compile_launch(kernel, arguments, keywords, GPUS[target])
+        assert compiled.metadata.shared <= SHARED_MEMORY[target], kernel.__name__
 
 
 @pytest.mark.parametrize(
