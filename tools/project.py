@@ -117,10 +117,12 @@ def badge(label: str, value: str) -> str:
 
 
 def badges(project: Project) -> dict[str, str]:
-    """Return the badges by their paths."""
-    shown = {"version": project.version, "license": project.license}
-    shown |= {name: f"{version}+" for name, version in project.requires.items()}
-    return {f"{BADGES}/{label}.svg": badge(label, value) for label, value in shown.items()}
+    """Return the words of the badges: labels and values."""
+    return {
+        "version": project.version,
+        "license": project.license,
+        **{name: f"{version}+" for name, version in project.requires.items()},
+    }
 
 
 # The places in files that hold more.
@@ -149,7 +151,9 @@ def with_repository(text: str, project: Project) -> str:
 
 
 def with_install(text: str, project: Project) -> str:
-    """Return a page that installs from the repository too, or only from a clone of it."""
+    """Return a page that installs from the repository too, or only from a clone of it; badges have their words."""
+    for label, value in badges(project).items():
+        text = re.sub(rf"\[!\[[^\]]*\]\({BADGES}/{label}\.svg\)", f"[![{label} {value}]({BADGES}/{label}.svg)", text)
     text = re.sub(r"^\$ pip install git\+.*\n", "", text, flags=re.MULTILINE)
     line = f"$ pip install git+{project.url}\n" if project.url else ""
     return text.replace("$ pip install .", f"{line}$ pip install .", 1)
@@ -170,7 +174,8 @@ CHANGES: dict[str, Callable[[str, Project], str]] = {
 
 def make_files(root: Path, project: Project) -> dict[str, str]:
     """Return the text of every file that shows the project, by its path."""
-    written = {"CITATION.cff": citation(project), **badges(project)}
+    drawn = {f"{BADGES}/{label}.svg": badge(label, value) for label, value in badges(project).items()}
+    written = {"CITATION.cff": citation(project), **drawn}
     changed = {name: make((root / name).read_text(encoding="utf-8"), project) for name, make in CHANGES.items()}
     return {**written, **changed}
 

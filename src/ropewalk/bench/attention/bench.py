@@ -43,7 +43,7 @@ class AttentionBench(Bench):
     protocols = tuple(PROTOCOLS)
     columns = (
         ("TFLOP/s", number("tflops")),
-        ("GB/s", number("gb_per_s", ".4g")),
+        ("GB/s", number("gb_per_s")),
         ("of matmul", number("matrix_ratio", ".2f")),
         ("host, µs", microseconds("host.median")),
         ("peak, MiB", number("peak_bytes", ".0f", 2**20)),

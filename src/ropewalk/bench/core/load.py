@@ -6,6 +6,7 @@ A row is a mapping, the same one as in the file: `docs/measure.md` lists its key
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +23,12 @@ SAME = (
     *("benchmark", "device", "driver_version", "threads", "python", "torch", "cuda", "hip", "triton"),
     *("ropewalk", "commit", "dirty", "seed", "peers", "options"),
 )
+
+
+def plain(value: float, digits: int = 3) -> str:
+    """Format a number to so many digits, or all before the point: `.4g` of 14300 has an exponent."""
+    decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{max(decimals, 0)}f}"
 
 
 @dataclass(frozen=True)

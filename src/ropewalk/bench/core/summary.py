@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column as Heading
 from rich.table import Table
 
-from ropewalk.bench.core.load import Row, describe, groups, label, variant_of, words
+from ropewalk.bench.core.load import Row, describe, groups, label, plain, variant_of, words
 from ropewalk.bench.core.records import cpu_note
 
 NOTHING = "–"
@@ -18,9 +18,14 @@ UNSTEADY = 1.5  # times the 10 % quantile: a 90 % quantile beyond it is no measu
 Column = tuple[str, Callable[[Row], str | None]]
 
 
-def number(key: str, form: str = ".3g", scale: float = 1.0) -> Callable[[Row], str | None]:
-    """Make a column's text: the number at `key`, as "host.median" finds it, over a scale."""
-    return lambda row: None if (value := _at(row, key)) is None else f"{value / scale:{form}}"
+def number(key: str, form: str = "", scale: float = 1.0) -> Callable[[Row], str | None]:
+    """Make a column's text: the number at `key`, as "host.median" finds it; without a form to three digits."""
+
+    def text(row: Row) -> str | None:
+        value = _at(row, key)
+        return None if value is None else f"{value / scale:{form}}" if form else plain(value / scale)
+
+    return text
 
 
 def microseconds(key: str) -> Callable[[Row], str | None]:

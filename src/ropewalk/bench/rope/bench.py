@@ -33,12 +33,12 @@ class RopeBench(Bench):
     impls = IMPLEMENTATIONS
     peers = PEERS
     columns = (
-        ("GB/s", number("gb_per_s", ".4g")),
+        ("GB/s", number("gb_per_s")),
         ("of copy", number("copy_ratio", ".3f")),
         ("graph, µs", microseconds("graph.p50")),
         ("host, µs", microseconds("host.median")),
         ("recording", microseconds("host_forward.median")),
-        ("peak, MiB", number("peak_bytes", ".4g", 2**20)),
+        ("peak, MiB", number("peak_bytes", scale=2**20)),
     )
 
     @functools.cached_property
