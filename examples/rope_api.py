@@ -45,7 +45,7 @@ print(f"  apply_rotary_emb: differs from rope_pytorch by {largest_difference(q_c
 q_back = apply_rotary_emb(q_complex, freqs_cis.conj())
 print(f"  apply_rotary_emb with the conjugate: back at q but for {largest_difference(q_back, q)}\n")
 
-print("By apply_rope, the fastest implementation that the device has:")
+print("By apply_rope, the default implementation on the device:")
 inv_freq, _ = inverse_frequencies("default", rotary_dim=D, base=10000.0)
 cos, sin = rope_table(T + 1, inv_freq, device=device)
 q_interleaved, _ = apply_rope(q, k, cos, sin, interleaved=True)

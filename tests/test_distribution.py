@@ -1,5 +1,6 @@
 """The wheel and the source distribution: what is in them, and that the wheel works where there is no compiler."""
 
+import functools
 import os
 import re
 import subprocess
@@ -70,11 +71,14 @@ def test_the_readme_of_an_index_has_no_relative_link(dist):
     assert not [target for target in targets if not target.startswith("https://")]
     assert f"![speed over other libraries]({URL}/raw/" in text
     assert f"({URL}/blob/" in text
+    assert f"$ pip install git+{URL}\n" in text
+    assert ".svg" not in text
 
 
 def test_code_and_absolute_links_stay():
-    page = "[a](b.md) [c](https://d.org/e) [f](#g)\n```python\nx = [h](i)\n```\n![j](k.png)\n"
-    expected = "[a](U/blob/C/b.md) [c](https://d.org/e) [f](#g)\n```python\nx = [h](i)\n```\n![j](U/raw/C/k.png)\n"
+    page = "[a](b.md) [c](https://d.org/e) [f](#g)\n```python\nx = [h](i)\n```\n![j](k.png) [![l](m.svg)](n)\n"
+    expected = "[a](U/blob/C/b.md) [c](https://d.org/e) [f](#g)\n```python\nx = [h](i)\n```\n"
+    expected += "![j](U/raw/C/k.png) [l](U/blob/C/n)\n"
     assert dist_tool.absolute_links(page, "U", "C") == expected
 
 
@@ -94,13 +98,33 @@ def test_it_installs_as_the_readme_says(how, dist, tmp_path):
     run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path)
 
 
+def find_pythons():
+    """The interpreters of this machine that the wheel is for, on the path or of pyenv, one of each version."""
+    folders = [*map(Path, os.environ["PATH"].split(os.pathsep)), *Path.home().glob(".pyenv/versions/*/bin")]
+    found = {}
+    for path in (path for folder in folders for path in folder.glob("python3.*")):
+        minor = path.name.removeprefix("python3.")
+        if minor.isdigit() and int(minor) >= 10 and "shims" not in path.parts:
+            found.setdefault(path.name, path)
+    return found
+
+
+PYTHONS = find_pythons()
+
+
 @pytest.fixture(scope="module")
 def bare(dist, tmp_path_factory):
-    """An environment with the wheel and nothing else."""
-    folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder, with_pip=True)
-    run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", only(dist, "*.whl"))
-    return folder
+    """Environments of a Python with the wheel and nothing else."""
+
+    @functools.cache
+    def install(python):
+        folder = tmp_path_factory.mktemp("bare")
+        run(python, "-m", "venv", folder)
+        options = ["--quiet", "--no-deps", "--no-index"]
+        run(folder / "bin" / "python", "-m", "pip", "install", *options, only(dist, "*.whl"))
+        return folder
+
+    return install
 
 
 @pytest.mark.parametrize(
@@ -110,10 +134,12 @@ def bare(dist, tmp_path_factory):
         (["python", "-m", "ropewalk", "demo"], "typer and rich are not installed: pip install 'ropewalk[bench]'"),
     ],
 )
-def test_without_the_extra_the_command_is_one_line(bare, words, said):
+@pytest.mark.parametrize("python", [sys.executable, *PYTHONS.values()], ids=["this", *PYTHONS])
+def test_without_the_extra_the_command_is_one_line(bare, python, words, said):
+    folder = bare(python)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(bare / "bin" / words[0]), *words[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=bare)
+    command = [str(folder / "bin" / words[0]), *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=folder)
     assert done.returncode == 2
     assert done.stderr == f"error: {said}\n"
 

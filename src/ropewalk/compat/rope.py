@@ -136,7 +136,7 @@ def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (D // 2, 2)))
         x = torch.view_as_real(pairs * freqs_cis[:T, None]).flatten(-2).to(x.dtype)
 
-    Out of place and differentiable in x, by the fastest implementation on x's device.
+    Out of place and differentiable in x, by the default implementation on x's device.
 
     Args:
         x: (B, T, H, D); float16, bfloat16, float32 or float64.

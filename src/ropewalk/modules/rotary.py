@@ -186,7 +186,7 @@ class RotaryEmbedding(_FloatTables):
         axes: (R/2,), the position axis of each pair, as `mrope_axes` makes it. A call then needs `positions` (A, B, T),
             (A, total) for "thd", with a row for each axis: text has equal rows.
         layout: "bthd", "bhtd" or "thd".
-        impl: the implementation that `apply_rope` uses; None for the fastest that fits.
+        impl: the implementation that `apply_rope` uses; None for its default.
         device: of the tables; None for torch's default device.
         parameters: of the scaling, by transformers' names (`inverse_frequencies`); not seq_len, which is taken from
             the calls.

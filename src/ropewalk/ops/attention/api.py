@@ -253,9 +253,9 @@ def attention(
         deterministic: True takes no kernels whose gradients differ from run to run; "gluon" adds the
             gradient of q in one order, or takes Triton's backward; None does as
             `torch.are_deterministic_algorithms_enabled()` says.
-        impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "gluon", for Hopper;
-            "flash" (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each
-            after our rotation; or "reference". A named one that cannot run the call raises.
+        impl: None for a choice by measurement on Hopper, by expectation elsewhere, as `explain_choice` tells;
+            "triton"; "gluon", for Hopper; "flash" (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs
+            cuDNN's), each after our rotation; or "reference". A named one that cannot run the call raises.
 
     Returns:
         The output, like q but with v's head dim; or with return_lse (output, log-sum-exp), the second (B, H, Tq), or

@@ -92,7 +92,7 @@ def append_kv(
         axes: (R/2,), int32 or int64: the row of positions that each pair turns by (multimodal RoPE).
         k_scale: by the table above; strides are free.
         v_scale: likewise of v_cache.
-        impl: None for the fastest that fits, "triton" or "reference"; a named one that cannot run raises.
+        impl: "triton", "reference" or None for the first of them that fits; a named one that cannot run raises.
 
     Returns:
         q rotated, with the strides of `torch.empty_like(q)`; None without q.

@@ -141,8 +141,8 @@ def apply_rope(
             negative entry leaves a page alone; twice the same page is undefined. `inplace` must be True, k, norm and
             cu_seqlens None. Keys of float16, bfloat16, float32 or float64: quantised ones are to be appended anew.
             Nothing is differentiated. "triton" and "reference" run it.
-        impl: None for the fastest that fits, "native" (CUDA), "triton" or "reference"; a named one that does not
-            support the call raises.
+        impl: "native" (CUDA), "triton", "reference" or None for the first of them that fits; a named one that does
+            not support the call raises.
 
     Returns:
         (q, k) rotated, or q alone where k is None, with the strides that `torch.empty_like` gives.
