@@ -60,7 +60,8 @@ def rerope_attention(
         sm_scale: of the scores, such as 1/√D.
         window: pairs with |m − n| < window are near, all others far.
         impl: None for the choice of `attention`; "triton"; "gluon", on Hopper; "flash", two calls of flash-attn 4
-            that are merged by their log-sum-exp, causal alone; or "reference". A named one that cannot run the call raises.
+            that are merged by their log-sum-exp, causal alone; or "reference". A named one that cannot run the call
+            raises.
 
     Returns:
         (Z, H, N, Dv), like q1.
