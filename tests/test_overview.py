@@ -11,6 +11,7 @@ pytest.importorskip("bokeh")
 import overview
 import tables
 
+from ropewalk.bench.core.load import plain
 from ropewalk.bench.report import gains as g
 from ropewalk.bench.report import peers
 from ropewalk.bench.report.page import render
@@ -333,6 +334,19 @@ def test_a_page_names_the_extra_that_its_commands_need():
 def test_numbers_have_three_digits_and_losses_are_bold():
     assert [tables.us(x) for x in (0.79812, 7.7, 85.94, 149.4, 17231.0)] == ["0.798", "7.70", "85.9", "149", "17231"]
     assert [tables.ratio(x, 1.0) for x in (1.04, 0.985, 0.97)] == ["1.04 ×", "0.98 ×", "**0.97 ×**"]
+
+
+def test_no_number_of_a_table_has_an_exponent():
+    assert [plain(x, 4) for x in (0.0, 0.01234, 7.04, 999.96, 14300.2)] == [
+        "0.000",
+        "0.01234",
+        "7.040",
+        "1000.0",
+        "14300",
+    ]
+    for path in overview.PAGES:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not line.startswith("|") or not re.search(r"\de[+-]\d\d\b", line), f"{path.name}: {line}"
 
 
 def test_results_have_one_record_of_a_subject_and_card():

@@ -103,14 +103,14 @@ def bibtex(project: Project) -> str:
 
 def badge(label: str, value: str) -> str:
     """Draw two words in boxes beside each other, as SVG."""
-    left, right = (sum(_WIDTHS.get(letter, 6.7) for letter in text) + 10 for text in (label, value))
+    left, right = (round(sum(_WIDTHS.get(letter, 6.7) for letter in text)) + 10 for text in (label, value))
     font = 'font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" fill="#fff" text-anchor="middle"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right:.0f}" height="20" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img">'
         f"<title>{escape(label)}: {escape(value)}</title>"
-        f'<clipPath id="a"><rect width="{left + right:.0f}" height="20" rx="3"/></clipPath>'
-        f'<g clip-path="url(#a)"><rect width="{left:.0f}" height="20" fill="#444"/>'
-        f'<rect x="{left:.0f}" width="{right:.0f}" height="20" fill="#2a6f97"/></g>'
+        f'<clipPath id="a"><rect width="{left + right}" height="20" rx="3"/></clipPath>'
+        f'<g clip-path="url(#a)"><rect width="{left}" height="20" fill="#444"/>'
+        f'<rect x="{left}" width="{right}" height="20" fill="#2a6f97"/></g>'
         f'<g {font}><text x="{left / 2:.1f}" y="14">{escape(label)}</text>'
         f'<text x="{left + right / 2:.1f}" y="14">{escape(value)}</text></g></svg>\n'
     )

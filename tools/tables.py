@@ -313,7 +313,7 @@ def decode_rotation(book: Book) -> Table:
     ours = {"native": "CUDA", "rotary_embedding": "`rotary_embedding`", "triton": "Triton"}
     cells = []
     for lead, rows in found:
-        times = {name: time for name, row in rows.items() if is_peer(row) and (time := time_of(row, "graph"))}
+        times = {row["impl"]: time for row in rows.values() if is_peer(row) and (time := time_of(row, "graph"))}
         peers = others(times, lambda name, times=times: us(times[name]))
         cells.append([in_words(lead), *(us(time_of(rows.get(name), "graph")) for name in ours), *peers])
     return Table(["case", *ours.values(), *BEST_TWO], cells, (1,), beside=_rows(found))
