@@ -11,7 +11,7 @@ pytest.importorskip("bokeh")
 import overview
 import tables
 
-from ropewalk.bench.core.load import plain
+from ropewalk.bench.core.load import to_digits
 from ropewalk.bench.report import gains as g
 from ropewalk.bench.report import peers
 from ropewalk.bench.report.page import render
@@ -337,8 +337,8 @@ def test_numbers_have_three_digits_and_losses_are_bold():
 
 
 def test_no_number_of_a_table_has_an_exponent():
-    assert [plain(x, 4) for x in (0.0, 0.01234, 7.04, 999.96, 14300.2)] == [
-        "0.000",
+    assert [to_digits(x, 4) for x in (0.0, 0.01234, 7.04, 999.96, 14300.2)] == [
+        "0",
         "0.01234",
         "7.040",
         "1000.0",

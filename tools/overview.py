@@ -130,7 +130,8 @@ def make_overview(found: Sequence[Comparison], models: Sequence[Gain] = ()) -> s
             "the table has two usual ones, the best and the worst."
         )
     names = {name for one in found if one.line.in_table for name in one.peers}.union(*(one.timed for one in models))
-    runs = (run for name in ("rope", "attention", "training") for run in books()[0].runs.get(name, ()))
+    runs = [run for name in ("rope", "attention") for run in books()[0].runs[name]]
+    runs += [books()[0].run_of(one.lead) for one in models]
     return "\n".join(lines) + "\n\n" + fold([*said, *name_measured(names, runs)])
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ropewalk.bench.core.load import Record, Row, plain, read_record
+from ropewalk.bench.core.load import Record, Row, read_record, to_digits
 
 PROCESSORS, TILE = 132, 128
 FORWARD, BACKWARD = 705e12, 690e12  # FLOP/s of causal attention: FlashAttention-4 in results/attention-h200.jsonl
@@ -217,7 +217,7 @@ def table(record: Record) -> list[str]:
 
 
 def _milliseconds(row: Row) -> str:
-    return plain(row["time"]["p50"] / 1e3, 4)
+    return to_digits(row["time"]["p50"] / 1e3, 4)
 
 
 def _finish(axes: Any, across: str, title: str, low: float) -> None:

@@ -18,7 +18,7 @@ import targets
 
 from ropewalk.bench.attention.bench import AttentionBench
 from ropewalk.bench.attention.cases import LAYER, REROPE
-from ropewalk.bench.core.load import Record, Row, groups, label, plain, read_record, variant_of
+from ropewalk.bench.core.load import Record, Row, groups, label, read_record, to_digits, variant_of
 from ropewalk.bench.core.records import parse_lines
 from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.host.bench import HostBench
@@ -215,7 +215,7 @@ class Table(NamedTuple):
 
 def us(microseconds: float | None) -> str:
     """Format microseconds to three digits, or all before the point."""
-    return NOTHING if microseconds is None else plain(microseconds)
+    return NOTHING if microseconds is None else to_digits(microseconds)
 
 
 def time_of(row: Row | None, quantity: str = "time") -> float | None:

@@ -25,7 +25,7 @@ SAME = (
 )
 
 
-def plain(value: float, digits: int = 3) -> str:
+def to_digits(value: float, digits: int = 3) -> str:
     """Format a number to so many digits, or all before the point: `.4g` of 14300 has an exponent."""
     decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(decimals, 0)}f}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column as Heading
 from rich.table import Table
 
-from ropewalk.bench.core.load import Row, describe, groups, label, plain, variant_of, words
+from ropewalk.bench.core.load import Row, describe, groups, label, to_digits, variant_of, words
 from ropewalk.bench.core.records import cpu_note
 
 NOTHING = "–"
@@ -23,7 +23,7 @@ def number(key: str, form: str = "", scale: float = 1.0) -> Callable[[Row], str 
 
     def text(row: Row) -> str | None:
         value = _at(row, key)
-        return None if value is None else f"{value / scale:{form}}" if form else plain(value / scale)
+        return None if value is None else f"{value / scale:{form}}" if form else to_digits(value / scale)
 
     return text
 

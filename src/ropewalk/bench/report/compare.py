@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Column, Table
 
-from ropewalk.bench.core.load import Record, Row, differences, label, plain, read_record, unit_of, variant_of, words
+from ropewalk.bench.core.load import Record, Row, differences, label, read_record, to_digits, unit_of, variant_of, words
 from ropewalk.bench.core.timing import COPY
 
 FLOOR = 0.01
@@ -105,11 +105,11 @@ def _lines(record: Record, relative: bool) -> Iterator[tuple[tuple[str, ...], Li
             if name in row and not (relative and marks is _HOST):
                 scale = _scale(row, name, record, copies) if relative else 1.0
                 low, middle, high = (row[name][mark] * scale for mark in marks)
-                text = plain(middle, 4) + ("" if relative else " µs")
+                text = to_digits(middle, 4) + ("" if relative else " µs")
                 yield (*key, protocol, quantity), ((*same, quantity), text, low, middle, high)
         if "peak_bytes" in row:
             peak = row["peak_bytes"]
-            yield (*key, protocol, "memory"), ((*same, "memory"), f"{plain(peak / 2**20, 4)} MiB", peak, peak, peak)
+            yield (*key, protocol, "memory"), ((*same, "memory"), f"{to_digits(peak / 2**20, 4)} MiB", peak, peak, peak)
 
 
 def _unit(row: Row) -> str:
