@@ -39,28 +39,6 @@ CASES: dict[str, Sequence[Any]] = {  # of each benchmark, in the order of tables
     **{bench.name: bench.cases for bench in (AttentionBench, HostBench, TrainingBench)},
 }
 
-# In figures.
-COLOURS = {
-    "compiled": "#e07b39",
-    "liger_kernel": "#3a9d5d",
-    "quack": "#8e5ab5",
-    "flash_attn": "#d8a0a8",
-    "flash_attn_4": "#c23b4b",
-    "flash_attn_3": "#8f2c5b",
-    "flash_attn_2": "#d07f8c",
-    "flashinfer": "#2aa5a5",
-    "vllm": "#4d4d4d",
-    "cudnn": "#6b8e23",
-    "transformer_engine": "#5f7d1f",
-    "xformers": "#8a6d54",
-    "flex": "#b5651d",
-    "sdpa_flash": "#8a8a8a",
-    "sdpa_default": "#b0b0b0",
-    "sdpa": "#b0b0b0",
-    "flash_attention_4": "#c23b4b",
-    "flash": "#c23b4b",
-    "compiled RoPE + sdpa": "#b0b0b0",
-}
 MODES = {
     "fwd": "forward",
     "bwd": "backward",
