@@ -605,7 +605,7 @@ def verdicts(book: Book) -> Table:
             kinds.setdefault(gain.title.removesuffix(", hot"), []).append(gain)
     found = []
     for title, group in kinds.items():
-        counts = (str(sum(gain.outcome == one for gain in group)) for one in (g.AHEAD, g.LEVEL, g.BEHIND))
+        counts = (str(sum(gain.outcome == one for gain in group)) for one in (g.FASTER, g.LEVEL, g.SLOWER))
         times = [gain.times for gain in group if gain.times is not None]
         found.append([title, *counts, *(f"{of(times):.2f} ×" for of in (statistics.median, min, max))])
     headings = ["ours over the best other library", "faster", "within 2 %", "slower", "median", "least", "most"]
@@ -622,7 +622,7 @@ def losses(book: Book) -> Table:
     """Every case where another library is faster, the worst first; those of another card than `CARD` name it."""
     card = "" if book.card == CARD else f", {book.card.upper()}"
     gains = g.find_gains(row for record in book.compared for row in record.rows)
-    behind = [gain for gain in gains if gain.outcome == g.BEHIND and gain.lead.get("protocol", "hot") == "hot"]
+    behind = [gain for gain in gains if gain.outcome == g.SLOWER and gain.lead.get("protocol", "hot") == "hot"]
     found = []
     for gain in sorted(behind, key=lambda one: one.times or 0.0):
         assert gain.ours is not None

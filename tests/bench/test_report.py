@@ -88,8 +88,8 @@ def test_a_gain_is_against_the_best_peer_and_a_loss_is_not_hidden(tmp_path: Path
     first = write(tmp_path / "a.jsonl", attention(BY_NAME["gqa-8k-d128"], "train", TRAINING))
     second = write(tmp_path / "b.jsonl", ROTATION, "rope")
     found = {(gain.lead["mode"], gain.outcome): gain for gain in gains_of(first, second)}
-    assert found["train", "ahead"].times == pytest.approx(1.1)
-    assert found["fwd", "behind"].times == pytest.approx(0.8)
+    assert found["train", "faster"].times == pytest.approx(1.1)
+    assert found["fwd", "slower"].times == pytest.approx(0.8)
     assert "past the budget" in found["bwd", "absent"].reason
 
 
@@ -115,7 +115,7 @@ def test_the_page_says_which_libraries_were_measured_and_which_were_not(tmp_path
     page = render(read_records([write(tmp_path / "a.jsonl", rows, peers=peers, torch="2.11.0+cu130")]))
     said = "Other libraries that were measured: FlashAttention-4 4.0.0b36 (a beta). "
     assert f"{said}Not installed, and so not measured: FlashAttention-3." in page
-    assert "the best other library that was measured or faster in 1 of 1 comparisons" in page
+    assert "Against the best other library that was measured, Ropewalk is faster in 1 of 1 comparisons" in page
 
 
 def test_a_newer_run_decides_if_it_timed_the_best_peer(tmp_path: Path) -> None:

@@ -103,9 +103,8 @@ def draw_dots(
     rest = [names.get(name, name) for name in others if name not in coloured]
     labels = [("", "Ropewalk"), *((name, names.get(name, name)) for name in coloured)]
     labels += [("other", textwrap.fill(", ".join(rest), 30))] if rest else []
-    with page_figure(
-        path, 0.165 * len(cases) + 0.165 * sum(1 + text.count("\n") for _, text in labels) / 2 + 1
-    ) as figure:
+    n_lines = len(cases) + sum(1 + text.count("\n") for _, text in labels) / 2
+    with page_figure(path, 0.165 * n_lines + 1) as figure:
         figure.suptitle(title)
         axes_of = figure.subplots(1, len(drawn), sharex=True, sharey=True, squeeze=False)[0]
         for axes, (mode, panel) in zip(axes_of, drawn.items(), strict=True):
