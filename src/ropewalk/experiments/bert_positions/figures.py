@@ -137,7 +137,7 @@ def draw_speed(record: BertRecord, path: Path) -> None:
     """Draw tokens/s and, where it was measured, the peak of memory of a training step, as PNG."""
     titles = {"tokens_per_second": "tokens/s of a training step"}
     if record.speed.peak_bytes.notna().any():
-        titles["peak_bytes"] = "GiB at its peak, beyond weights, optimiser and batch"
+        titles["peak_bytes"] = "peak in GiB, beyond weights,\noptimiser and batch"
     with _figure(record, 5.5, path) as figure:
         panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
         lengths = sorted(record.speed.length.unique())
@@ -156,7 +156,8 @@ def draw_speed(record: BertRecord, path: Path) -> None:
                 axes.annotate(text, (number or 0, y), (3, 0), textcoords="offset points", va="center")
             axes.set_yticks(range(len(models)), models)
             axes.set(ylim=(len(models) - 0.4, -0.6), title=title)
-            axes.margins(x=0.25)
+            axes.margins(x=0.5)
+            axes.locator_params(axis="x", nbins=4)
             axes.xaxis.set_major_formatter(lambda number, _: _short(number))
 
 
