@@ -42,6 +42,7 @@ COLOURS = {
     "flash_attention_4": "#c23b4b",
     "flash": "#c23b4b",
     "compiled RoPE + sdpa": "#b0b0b0",
+    "cudnn_frontend": "#a4c639",
 }
 _MARKERS = "osD^vPX"
 # The rows of a unit that were timed together -> the value of each one; None: it is not drawn.
