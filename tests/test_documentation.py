@@ -357,6 +357,9 @@ def test_the_site_builds_and_loads_nothing(site):
     assert len(pages) > len(list((ROOT / "docs").rglob("*.md"))) / 2
     for page in pages:
         check_built(page)
+    formulas = [found for page in pages for found in re.findall("<math.*?</math>", page.read_text(encoding="utf-8"))]
+    assert len(formulas) == sum(block.language == "math" for page in PAGES for block in blocks(page)) > 20
+    assert [formula for formula in formulas if "\\" in formula] == [], "a command of LaTeX that is not known"
     for style in site.rglob("*.css"):
         assert not re.search(r"@import|url\([\"']?(https?:)?//", style.read_text(encoding="utf-8")), style.name
 

@@ -4,8 +4,8 @@ from latex2mathml.converter import convert
 
 
 def on_config(config):
-    fences = config.mdx_configs["pymdownx.superfences"].setdefault("custom_fences", [])
-    fences.append({"name": "math", "class": "formula", "format": typeset})
+    fence = {"name": "math", "class": "formula", "format": typeset}
+    config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = [fence]
     return config
 
 
