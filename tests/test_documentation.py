@@ -193,6 +193,12 @@ def test_a_numbered_list_that_is_cut_is_noticed():
     assert list(cut_items("1. a\n\n```\nc\n```\n\n2. b\n")) == ["2. b"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_blank_line_ends_a_table(page):
+    """Without one the next sentence is a row of it."""
+    assert re.findall(r"^\| .*\n(?!\||<!--)(.+)", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
 def test_the_first_page_links_every_page():
     """But notes and the pages of single kernels, which have an index each."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
@@ -360,6 +366,7 @@ def test_the_site_builds_and_loads_nothing(site):
     formulas = [found for page in pages for found in re.findall("<math.*?</math>", page.read_text(encoding="utf-8"))]
     assert len(formulas) == sum(block.language == "math" for page in PAGES for block in blocks(page)) > 20
     assert [formula for formula in formulas if "\\" in formula] == [], "a command of LaTeX that is not known"
+    assert '<span id="line-5-2" style="--indent: 4ch">' in (site / "quickstart/index.html").read_text(encoding="utf-8")
     for style in site.rglob("*.css"):
         assert not re.search(r"@import|url\([\"']?(https?:)?//", style.read_text(encoding="utf-8")), style.name
 
