@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a line of code knows its indentation, so that site.css can indent the rest of it where it breaks."""
+"""A hook of mkdocs: a line of code has its indentation, which site.css gives to the rest of it where it breaks."""
 
 import re
 
