@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from helpers.browser import open_browser
 from helpers.documentation_families import (
     B,
     H,
@@ -26,7 +27,16 @@ from helpers.documentation_families import (
     rotate_by_row,
     share_rotated,
 )
-from helpers.documentation_pages import PAGES, ROOT, blocks, check_command, check_link, links, shell_lines
+from helpers.documentation_pages import (
+    PAGES,
+    ROOT,
+    blocks,
+    check_command,
+    check_link,
+    cut_items,
+    links,
+    shell_lines,
+)
 from helpers.documentation_stand_ins import stand_in
 from torch import Tensor
 
@@ -106,8 +116,9 @@ def compare(theirs: Any, ours: Any) -> None:
 @pytest.mark.parametrize("page", WITH_CODE, ids=page_name)
 def test_every_block_runs(page, device, monkeypatch):
     text = page.read_text(encoding="utf-8")
-    if "transformers" in text:
-        optional("transformers")
+    for package in ("transformers", "peft"):
+        if package in text:
+            optional(package)
     if page.stem in MIGRATIONS:
         stand_in(monkeypatch, device.type)
     if device.type == "cpu":
@@ -169,6 +180,34 @@ def test_links_to_nowhere_are_noticed():
     assert check_link(page, "faq.md#no-such-heading") == "faq.md has no heading no-such-heading"
     assert check_link(page, "no-such-page.md") == "no-such-page.md does not exist"
     assert "outside of docs" in (check_link(page, "../README.md") or "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_numbered_list_is_not_cut(page):
+    assert list(cut_items(page.read_text(encoding="utf-8"))) == []
+
+
+def test_a_numbered_list_that_is_cut_is_noticed():
+    assert list(cut_items("1. a\n   b\n\n   ```\n   c\n   ```\n2. d\n")) == []
+    assert list(cut_items("1. a\n\nA paragraph.\n\n2. b\n3. c\n")) == ["2. b"]
+    assert list(cut_items("1. a\n\n```\nc\n```\n\n2. b\n")) == ["2. b"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_blank_line_ends_a_table(page):
+    """Without one the next sentence is a row of it."""
+    assert re.findall(r"^\| .*\n(?!\||<!--)(.+)", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
+def test_the_first_page_links_every_page():
+    """But notes and the pages of single kernels, which have an index each."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = re.findall(r"- (?:.*: )?(\S+\.md)$", nav, re.MULTILINE)
+    assert len(pages) > 100
+    apart = re.compile(r"(notes|kernels)/(?!index\.md)")
+    expected = {page for page in pages if not apart.match(page)} - {"index.md"}
+    linked = {target.partition("#")[0] for target in links(ROOT / "docs" / "index.md")}
+    assert sorted(expected - linked) == []
 
 
 NOTES = sorted((ROOT / "docs" / "notes").glob("[0-9]*.md"))
@@ -307,20 +346,48 @@ def test_the_schemes_kernels_run_in_the_interpreter(device):
     assert "1 passed" in done.stdout
 
 
-def test_the_site_builds(tmp_path):
-    optional("mkdocs")
-    optional("material")
-    optional("mkdocstrings_handlers.python")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for package in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mathml"):
+        optional(package)
+    built = tmp_path_factory.mktemp("documentation") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(built)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    pages = list((tmp_path / "site").rglob("*.html"))
+    return built
+
+
+def test_the_site_builds_and_loads_nothing(site):
+    pages = list(site.rglob("*.html"))
     assert len(pages) > len(list((ROOT / "docs").rglob("*.md"))) / 2
     for page in pages:
         check_built(page)
-    for style in (tmp_path / "site").rglob("*.css"):
+    formulas = [found for page in pages for found in re.findall("<math.*?</math>", page.read_text(encoding="utf-8"))]
+    assert len(formulas) == sum(block.language == "math" for page in PAGES for block in blocks(page)) > 20
+    assert [formula for formula in formulas if "\\" in formula] == [], "a command of LaTeX that is not known"
+    assert '<span id="line-5-2" style="--indent: 4ch">' in (site / "quickstart/index.html").read_text(encoding="utf-8")
+    for style in site.rglob("*.css"):
         assert not re.search(r"@import|url\([\"']?(https?:)?//", style.read_text(encoding="utf-8")), style.name
+
+
+WIDE_FORMULAS = """
+    [...document.querySelectorAll('.formula')].filter(x => x.scrollWidth > x.clientWidth).map(x => x.textContent)
+"""
+
+
+@pytest.mark.browser
+def test_every_page_fits_a_phone(site):
+    """Wide tables scroll in their own box; formulas are short enough to need none."""
+    wide = []
+    with open_browser() as browser:
+        view = browser.new_page(viewport={"width": 390, "height": 800})
+        for page in sorted(site.rglob("index.html")):
+            view.goto(page.as_uri())
+            if view.evaluate("document.documentElement.scrollWidth") > 390:
+                wide.append(str(page.relative_to(site)))
+            wide += [f"{page.relative_to(site)}: {formula}" for formula in view.evaluate(WIDE_FORMULAS)]
+    assert wide == []
 
 
 def check_built(page: Path) -> None:

@@ -190,6 +190,8 @@ OLD_TEXT = re.compile(
     r"|\bropewalk[./](positions|position_scheme|far_positions)\b"
     r"|(?<!vllm )(?<!mkdocs )\b[Ss]erve[sd]?\b|\b[Dd]oors?\b"  # kernels run and support, integrations are integrations
 )
+# The beginning of a sentence that hides its subject; questions and titles may have it.
+FIRST_WORD = re.compile(r"(?:^\s*(?:[-*] |\d+\. )?(?:\*\*)?|[.!?] )(What|Of|Which|How|Where|By) [^?]*$")
 BY_NAME = re.compile(r'\b(impl|name) == "(triton|gluon|flash|sdpa|native)"')
 ON_AMD = re.compile(r"torch\.version\.hip")
 MODES = re.compile(r'environ\.get\("(TRITON_INTERPRET|ROPEWALK_TEST_DEVICE)"')
@@ -201,6 +203,15 @@ def lines_with(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]
     for number, line in enumerate(text.splitlines(), 1):
         for found in pattern.finditer(line):
             yield number, f"“{found[0]}”"
+
+
+def first_words(page: str) -> Iterator[tuple[int, str]]:
+    """Sentences of Markdown that begin with a word that hides the subject; not in code, tables and titles."""
+    in_code = False
+    for number, line in enumerate(page.splitlines(), 1):
+        in_code ^= line.lstrip().startswith("```")
+        if not in_code and not re.match(r"\s*[|#<]", line) and FIRST_WORD.search(line):
+            yield number, f"“{line.strip()[:60]}”"
 
 
 def too_long(text: str, limit: int) -> bool:
@@ -265,6 +276,19 @@ def test_a_term_of_scores_lives_in_few_files(term):
         path for path in sorted((OPS / "attention").rglob("*.py")) if re.search(term, path.read_text("utf-8"), re.I)
     ]
     assert len(found) <= TERMS[term], f"{term} is in {', '.join(path.name for path in found)}"
+
+
+def test_a_sentence_of_a_page_begins_with_its_subject():
+    pages = [path for path in TEXTS if path.suffix == ".md"]
+    assert len(pages) > 40
+    found = [line for path in pages for line in describe(path, first_words(path.read_text(encoding="utf-8")))]
+    assert not found, "\n".join(found)
+
+
+def test_first_words_are_found():
+    page = "# What is\n\n```\nOf\n```\n| Of | By |\nWhich one is it?\nIt is. {}\n- **{}**\n"
+    assert not list(first_words(page.format("It runs.", "Kernels run.")))
+    assert [line for line, _ in first_words(page.format("Of two it is one.", "By kernels."))] == [8, 9]
 
 
 def test_the_readme_is_short_and_says_how_to_install():

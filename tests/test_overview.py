@@ -189,7 +189,7 @@ def test_the_overview_names_what_is_slower():
     table = overview.make_overview(found, models).partition("\n\n")[0]
     shown = [one for one in found if one.line.in_table]
     slower = [one for one in shown if min(one.peers.values()) < 0.98 * one.ours]
-    losers = [one for one in models if one.outcome == g.BEHIND]
+    losers = [one for one in models if one.outcome == g.SLOWER]
     assert len(table.splitlines()) == len(shown) + len(overview.USUAL_MODELS) + 2 + 2 > 10
     assert table.count("**slower**") == len(slower) + min(len(losers), 1)
     of_one = overview.Comparison(shown[0].line, 2.0, None, {"vllm": 1.0})
@@ -206,7 +206,7 @@ def test_the_overview_has_the_best_model_and_the_worst():
     times = [one.times for one in models]
     assert f"[{max(times):.2f} × " in best
     assert f"[{min(times):.2f} × " in worst
-    counts = [sum(one.outcome == outcome for one in models) for outcome in (g.AHEAD, g.LEVEL, g.BEHIND)]
+    counts = [sum(one.outcome == outcome for one in models) for outcome in (g.FASTER, g.LEVEL, g.SLOWER)]
     said = "{} of {} train faster, {} within 2 %, {} slower".format(counts[0], len(models), *counts[1:])
     assert said in " ".join(overview.make_overview([], models).split())
 

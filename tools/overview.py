@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tables import CARD, COLOURS, RESULTS, Book, books, fold, hot_choices, is_peer, make, show_picks, time_of
+from tables import CARD, RESULTS, Book, books, fold, hot_choices, is_peer, make, show_picks, time_of
 
 from ropewalk.bench.attention.bench import AttentionBench
+from ropewalk.bench.core.figure import COLOURS, OURS, marker_of, page_figure
 from ropewalk.bench.core.load import Row
-from ropewalk.bench.report.gains import AHEAD, BEHIND, LEVEL, SAME, Choice, Gain, find_gains
+from ropewalk.bench.report.gains import FASTER, LEVEL, SAME, SLOWER, Choice, Gain, find_gains
 from ropewalk.bench.report.page import duration, write_report
 from ropewalk.bench.report.peers import NAMES, name_measured
 from ropewalk.bench.rope.bench import RopeBench
@@ -31,8 +33,7 @@ _MARKS = re.compile(r"<!-- (?P<name>[a-z0-9-]+) -->\n(?P<table>.*?)<!-- end of (
 # A row of a kernel page: the record's run, case, mode, what, µs and rate. The middle three are written by hand.
 _TIMES = re.compile(r"^\| record \| case \| mode \| what \| µs \| rate \|\n\|[ -|]+\n((?:\|.*\n)+)", re.MULTILINE)
 
-_MARKERS = "osD^vPX"
-_PICKED: dict[str, Any] = {"marker": "o", "facecolors": "none", "edgecolors": "#1c5fc4", "linewidths": 1.2}
+_PICKED: dict[str, Any] = {"marker": "o", "facecolors": "none", "edgecolors": OURS, "linewidths": 1.2, "s": 60}
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def make_overview(found: Sequence[Comparison], models: Sequence[Gain] = ()) -> s
         lines.append(f"| {label} | {duration(time_of(gain.ours))} | {verdict} |")
     said = []
     if models:
-        counts = [sum(gain.outcome == one for gain in models) for one in (AHEAD, LEVEL, BEHIND)]
+        counts = [sum(gain.outcome == one for gain in models) for one in (FASTER, LEVEL, SLOWER)]
         said.append(
             "Models are of transformers, and the other is its own attention. "
             f"{counts[0]} of {len(models)} train faster, {counts[1]} within 2 %, {counts[2]} slower; "
@@ -224,48 +225,41 @@ def page_of(path: Path) -> str:
     return refresh(fill(text)) if "kernels" in path.parts else fill(text)
 
 
-def _marker(name: str) -> str:
-    return _MARKERS[list(COLOURS).index(name) % len(_MARKERS)]
-
-
 def draw(found: list[Comparison], path: Path) -> None:
     """Draw the speed over each peer: a dot per peer, a line per comparison."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 0.33 * len(found) + 1.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
     used: dict[str, None] = {}
-    for y, one in enumerate(found):
-        ratios = {name: time / one.ours for name, time in one.peers.items()}
-        axes.plot([min(ratios.values()), max(ratios.values())], [y, y], color="#dddddd", linewidth=1, zorder=1)
-        picked = one.choice and one.choice.picks[2]
-        if picked:
-            axes.scatter(picked[0] / one.ours, y, s=90, zorder=1, **_PICKED)
-        for name, ratio in ratios.items():
-            used.setdefault(name)
-            colour, marker = COLOURS[name], _marker(name)
-            axes.scatter(ratio, y, color=colour, marker=marker, s=42, zorder=2, edgecolors="white", linewidths=0.5)
-    axes.axvline(1, color="#222222", linewidth=1, zorder=0)
-    axes.set_xscale("log")
-    ticks = (0.5, 0.8, 1, 1.5, 2, 3, 5, 10, 20, 40)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_xticks([], minor=True)
-    axes.set_yticks(range(len(found)), [one.line.label for one in found], fontsize=8.5)
-    axes.invert_yaxis()
-    axes.grid(axis="x", color="#eeeeee", zorder=0)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("our kernels, times as fast as the other: right of the line they are faster", fontsize=9)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    handles = [axes.scatter([], [], s=90, label="impl=None with flash-attn 4", **_PICKED)]
-    handles += [
-        axes.scatter([], [], color=COLOURS[name], marker=_marker(name), label=NAMES[name])
-        for name in sorted(used, key=list(COLOURS).index)
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8.5)
-    figure.savefig(path, dpi=130, facecolor="white")
+    labels = [textwrap.fill(one.line.label.replace(" × ", "\u00a0×\u00a0"), 30) for one in found]
+    with page_figure(path, 0.33 * len(found) + 1.3) as figure:
+        axes = figure.subplots()
+        for y, one in enumerate(found):
+            ratios = {name: time / one.ours for name, time in one.peers.items()}
+            axes.plot([min(ratios.values()), max(ratios.values())], [y, y], color="#dddddd", linewidth=1, zorder=1)
+            picked = one.choice and one.choice.picks[2]
+            if picked:
+                axes.scatter(picked[0] / one.ours, y, zorder=2, **_PICKED)
+            for name, ratio in ratios.items():
+                used.setdefault(name)
+                axes.scatter(ratio, y, zorder=2, **_looks(name))
+        axes.axvline(1, color="#222222", linewidth=1, zorder=1)
+        axes.set_xscale("log")
+        ticks = (0.5, 0.8, 1, 1.5, 2, 3, 5, 10, 20, 40)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_xticks([], minor=True)
+        axes.set_yticks(range(len(found)), labels)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        figure.suptitle("our kernels, times as fast as the other: right of the line they are faster")
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        handles = [axes.scatter([], [], label="impl=None with flash-attn 4", **_PICKED)]
+        handles += [
+            axes.scatter([], [], label=NAMES[name], **_looks(name)) for name in sorted(used, key=list(COLOURS).index)
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+
+
+def _looks(name: str) -> dict[str, Any]:
+    return {"color": COLOURS[name], "marker": marker_of(name), "s": 28, "edgecolors": "white", "linewidths": 0.4}
 
 
 def draw_records() -> None:
@@ -274,7 +268,7 @@ def draw_records() -> None:
         book = books()[0]
         rows = [row for group in book.rows(bench.name) for row in group]
         rows = [row for row in rows if not row["case"]["name"].startswith("tokens-")]
-        bench.draw(replace(book.record(bench.name), rows=rows), RESULTS / f"{bench.name}-{CARD}.png")
+        bench.draw(replace(book.record(bench.name), rows=rows), RESULTS / f"{bench.name}-{CARD}.png", NAMES)
 
 
 def report_paths() -> list[Path]:

@@ -18,9 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from ropewalk.bench.core.figure import page_figure
 from ropewalk.bench.core.load import Record, Row, read_record, to_digits
 
 PROCESSORS, TILE = 132, 128
@@ -130,39 +128,42 @@ def draw(record: Record, path: Path) -> bool:
     rows = [row for row in record.of("parallel") if "efficiency" in row and is_plain(row["case"])]
     if not rows:
         return False
-    figure = Figure(figsize=(17, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    *measured, predicted = figure.subplots(1, len(SHAPES) + 1)
     low = min(row["efficiency"] for row in rows)
-    for axes, shape in zip(measured, SHAPES, strict=True):
-        of_shape = [row for row in rows if row["case"]["k_heads"] == shape.k_heads]
-        for ranks in RANKS:
-            curve = [predict_efficiency(tokens, ranks, shape) for tokens in _TOKENS]
-            low = min(low, *curve)
-            axes.plot(_TOKENS, curve, color=_COLOURS[ranks], label=f"{ranks} GPUs, cost model of gather (predicted)")
-        for ranks in sorted({row["ranks"] for row in of_shape}):
-            for method, marker in _MARKERS.items():
-                points = [row for row in of_shape if row["ranks"] == ranks and method_of(row) == method]
+    with page_figure(path, 6.4) as figure:
+        above, below = figure.subfigures(2, height_ratios=(5, 3))
+        panels = dict(zip(SHAPES, above.subplots(1, len(SHAPES), sharey=True), strict=True))
+        predicted = below.subplots()
+        for shape, axes in panels.items():
+            of_shape = [row for row in rows if row["case"]["k_heads"] == shape.k_heads]
+            for ranks in RANKS:
+                curve = [predict_efficiency(tokens, ranks, shape) for tokens in _TOKENS]
+                low = min(low, *curve)
+                axes.plot(_TOKENS, curve, color=_COLOURS[ranks])
+            for row in of_shape:
+                colour, marker = _COLOURS[row["ranks"]], _MARKERS[method_of(row)]
                 # An open marker: the yardstick is a part of the tokens, scaled.
-                for part, face in ((False, _COLOURS[ranks]), (True, "none")):
-                    some = [row for row in points if ("yardstick_tokens" in row) is part]
-                    at, values = [row["case"]["tokens"] for row in some], [row["efficiency"] for row in some]
-                    if some and marker == "x":
-                        axes.scatter(at, values, marker=marker, color=_COLOURS[ranks], zorder=3)
-                    elif some:
-                        axes.scatter(at, values, marker=marker, facecolor=face, edgecolor=_COLOURS[ranks], zorder=3)
-        for method in dict.fromkeys(map(method_of, of_shape)):
-            axes.scatter([], [], marker=_MARKERS[method], color="#333333", label=f"{method} (measured)")
-    for axes, shape in zip(measured, SHAPES, strict=True):
-        _finish(axes, "tokens of the sequence", f"{shape.q_heads} / {shape.k_heads} heads of {shape.head_dim}", low)
-    for tokens, colour in _FAR.items():
-        gpus = [8 << power for power in range(1, 10) if tokens / (8 << power) >= 512]
-        curve = [predict_nodes(tokens, count) for count in gpus]
-        predicted.plot(gpus, curve, "--", color=colour, label=f"{tokens >> 20}M tokens")
-    _finish(predicted, "GPUs, 8 in a node", "prediction, nothing measured: Ulysses in a node, ring between", 0.0)
-    title = f"Context parallelism on {record.run['device']}: efficiency, bfloat16, causal, forward and backward"
-    figure.suptitle(title, fontsize=13)
-    figure.savefig(path, dpi=120, facecolor="white")
+                face = "none" if "yardstick_tokens" in row and marker != "x" else colour
+                look = {"marker": marker, "s": 18, "c": face, "edgecolors": None if marker == "x" else colour}
+                axes.scatter(row["case"]["tokens"], row["efficiency"], zorder=3, **look)
+        for shape, axes in panels.items():
+            _finish(axes, "tokens of the sequence", f"{shape.q_heads} / {shape.k_heads} heads of {shape.head_dim}", low)
+            axes.set_xticks(_TOKENS, [f"{tokens >> 10}k" if tokens < 1 << 20 else "1M" for tokens in _TOKENS])
+        first = panels[LLAMA]
+        first.set_ylabel("time on one GPU / (n × time on n)")
+        handles = [first.plot([], [], color=_COLOURS[ranks], label=f"{ranks} GPUs")[0] for ranks in RANKS]
+        for method in dict.fromkeys(map(method_of, rows)):
+            look = {"marker": _MARKERS[method], "s": 18, "color": "#333333", "label": method}
+            handles.append(first.scatter([], [], **look))
+        for tokens, colour in _FAR.items():
+            gpus = [8 << power for power in range(1, 10) if tokens / (8 << power) >= 512]
+            curve = [predict_nodes(tokens, count) for count in gpus]
+            predicted.plot(gpus, curve, "--", color=colour, label=f"{tokens >> 20}M tokens")
+        _finish(predicted, "GPUs, 8 in a node", "predicted for many nodes: Ulysses in a node, ring between", 0.0)
+        predicted.xaxis.set_major_formatter("{x:g}")
+        predicted.legend(loc="lower left")
+        title = f"Context parallelism on {record.run['device']}: efficiency of causal attention in bfloat16,\n"
+        figure.suptitle(f"{title}forward and backward. Lines are predicted (gather), marks measured.")
+        above.legend(handles=handles, loc="outside lower center", ncols=3)
     return True
 
 
@@ -222,13 +223,7 @@ def _milliseconds(row: Row) -> str:
 
 def _finish(axes: Any, across: str, title: str, low: float) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_ylim(max(0.0, low - 0.05), 1.02)
-    axes.set_xlabel(across, fontsize=9)
-    axes.set_ylabel("time on one GPU / (n × time on n)", fontsize=9)
-    axes.set_title(title, fontsize=9)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(ylim=(max(0.0, low - 0.05), 1.02), xlabel=across, title=title)
 
 
 if __name__ == "__main__":

@@ -39,28 +39,6 @@ CASES: dict[str, Sequence[Any]] = {  # of each benchmark, in the order of tables
     **{bench.name: bench.cases for bench in (AttentionBench, HostBench, TrainingBench)},
 }
 
-# In figures.
-COLOURS = {
-    "compiled": "#e07b39",
-    "liger_kernel": "#3a9d5d",
-    "quack": "#8e5ab5",
-    "flash_attn": "#d8a0a8",
-    "flash_attn_4": "#c23b4b",
-    "flash_attn_3": "#8f2c5b",
-    "flash_attn_2": "#d07f8c",
-    "flashinfer": "#2aa5a5",
-    "vllm": "#4d4d4d",
-    "cudnn": "#6b8e23",
-    "transformer_engine": "#5f7d1f",
-    "xformers": "#8a6d54",
-    "flex": "#b5651d",
-    "sdpa_flash": "#8a8a8a",
-    "sdpa_default": "#b0b0b0",
-    "sdpa": "#b0b0b0",
-    "flash_attention_4": "#c23b4b",
-    "flash": "#c23b4b",
-    "compiled RoPE + sdpa": "#b0b0b0",
-}
 MODES = {
     "fwd": "forward",
     "bwd": "backward",
@@ -644,7 +622,7 @@ def verdicts(book: Book) -> Table:
             kinds.setdefault(gain.title.removesuffix(", hot"), []).append(gain)
     found = []
     for title, group in kinds.items():
-        counts = (str(sum(gain.outcome == one for gain in group)) for one in (g.AHEAD, g.LEVEL, g.BEHIND))
+        counts = (str(sum(gain.outcome == one for gain in group)) for one in (g.FASTER, g.LEVEL, g.SLOWER))
         times = [gain.times for gain in group if gain.times is not None]
         found.append([title, *counts, *(f"{of(times):.2f} ×" for of in (statistics.median, min, max))])
     headings = ["ours over the best other library", "faster", "within 2 %", "slower", "median", "least", "most"]
@@ -661,7 +639,7 @@ def losses(book: Book) -> Table:
     """Every case where another library is faster, the worst first; those of another card than `CARD` name it."""
     card = "" if book.card == CARD else f", {book.card.upper()}"
     gains = g.find_gains(row for record in book.compared for row in record.rows)
-    behind = [gain for gain in gains if gain.outcome == g.BEHIND and gain.lead.get("protocol", "hot") == "hot"]
+    behind = [gain for gain in gains if gain.outcome == g.SLOWER and gain.lead.get("protocol", "hot") == "hot"]
     found = []
     for gain in sorted(behind, key=lambda one: one.times or 0.0):
         assert gain.ours is not None

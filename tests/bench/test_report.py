@@ -1,14 +1,12 @@
 """Reports of records: gains and losses, choices, changes between two of them, targets, and the page in a browser."""
 
-import os
-import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.browser import open_browser
 from typer.testing import CliRunner
 
 pytest.importorskip("bokeh")
@@ -88,8 +86,8 @@ def test_a_gain_is_against_the_best_peer_and_a_loss_is_not_hidden(tmp_path: Path
     first = write(tmp_path / "a.jsonl", attention(BY_NAME["gqa-8k-d128"], "train", TRAINING))
     second = write(tmp_path / "b.jsonl", ROTATION, "rope")
     found = {(gain.lead["mode"], gain.outcome): gain for gain in gains_of(first, second)}
-    assert found["train", "ahead"].times == pytest.approx(1.1)
-    assert found["fwd", "behind"].times == pytest.approx(0.8)
+    assert found["train", "faster"].times == pytest.approx(1.1)
+    assert found["fwd", "slower"].times == pytest.approx(0.8)
     assert "past the budget" in found["bwd", "absent"].reason
 
 
@@ -115,7 +113,7 @@ def test_the_page_says_which_libraries_were_measured_and_which_were_not(tmp_path
     page = render(read_records([write(tmp_path / "a.jsonl", rows, peers=peers, torch="2.11.0+cu130")]))
     said = "Other libraries that were measured: FlashAttention-4 4.0.0b36 (a beta). "
     assert f"{said}Not installed, and so not measured: FlashAttention-3." in page
-    assert "the best other library that was measured or faster in 1 of 1 comparisons" in page
+    assert "Against the best other library that was measured, Ropewalk is faster in 1 of 1 comparisons" in page
 
 
 def test_a_newer_run_decides_if_it_timed_the_best_peer(tmp_path: Path) -> None:
@@ -272,41 +270,25 @@ def test_every_target_is_of_a_case_and_a_mode_that_there_is() -> None:
         assert target["benchmark"] != "attention" or set(target["modes"]) <= set(MODES)
 
 
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    """The system's browser; nothing may be left out in CI."""
-    missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
-    path = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
-    if path is None:
-        missing("a browser is missing: chromium or google-chrome")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        missing("playwright is missing")
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
 @pytest.mark.browser
-def test_the_page_opens_on_a_phone_and_loads_nothing(browser: Any, tmp_path: Path) -> None:
+def test_the_page_opens_on_a_phone_and_loads_nothing(tmp_path: Path) -> None:
     output = tmp_path / "report.html"
     made = CliRunner().invoke(app, ["report", str(ROOT / "results/training-h200.jsonl"), "-o", str(output)])
     assert made.exit_code == 0, made.output
-    page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
-    errors: list[str] = []
-    requests: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda request: requests.append(request.url))
-    page.goto(output.as_uri())
-    page.wait_for_selector("html[data-ready]", state="attached", timeout=20000)
-    assert page.locator("#gains canvas").count() > 0
-    rows = page.locator("#table .slick-row")
-    rows.first.wait_for()
-    page.locator("#table input").fill("no such row")
-    page.wait_for_function("document.querySelector('#table') && true")
-    rows.first.wait_for(state="detached")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert errors == []
-    assert requests == [output.as_uri()]
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
+        errors: list[str] = []
+        requests: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(output.as_uri())
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=20000)
+        assert page.locator("#gains canvas").count() > 0
+        rows = page.locator("#table .slick-row")
+        rows.first.wait_for()
+        page.locator("#table input").fill("no such row")
+        page.wait_for_function("document.querySelector('#table') && true")
+        rows.first.wait_for(state="detached")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert errors == []
+        assert requests == [output.as_uri()]

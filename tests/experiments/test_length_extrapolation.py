@@ -124,8 +124,11 @@ def test_losses_are_drawn_from_zero_and_a_small_training_is_called_smoke(batch, 
     draw_length_record(run, rows, tmp_path / "figure.png")
     key = {"kind": "passkey", "scheme": "a", "settings": {}, "length": 32, "n_keys": 4, "digits_right": 0.5}
     more = [{**key, "distance": distance, "right": 0.25} for distance in (None, 17)]
+    none = [{**row, "right": 0.0} for row in more]
+    draw_length_record(run, [*rows, *none], tmp_path / "figure.png")
     draw_length_record(run | {"unigram_loss": 3.0}, [*rows, *more], tmp_path / "figure.png")
-    without, figure = drawn
+    without, not_found, figure = drawn
+    assert len(not_found.axes) == 1, "the panel of keys would be empty"
     assert [axes.get_ylim() for axes in without.axes] == [(0, pytest.approx(1.05))]
     assert [axes.get_ylim() for axes in figure.axes] == [(0, pytest.approx(3.15)), (0, 102)]
     for figure in drawn:

@@ -103,6 +103,17 @@ def check_link(page: Path, target: str) -> str | None:
     return None
 
 
+def cut_items(text: str) -> Iterator[str]:
+    """The items of numbered lists that go on counting after a paragraph or a block: the site begins them at 1."""
+    in_list = False
+    for line in _FENCE.sub(lambda fence: f"{fence['indent']}```", text).splitlines():
+        item = re.match(r"(\d+)\. ", line)
+        if item and item[1] != "1" and not in_list:
+            yield line
+        if line.strip():
+            in_list = bool(item) or (in_list and line.startswith(" "))
+
+
 def _anchors(page: Path) -> set[str]:
     titles = (found["title"] for found in _HEADING.finditer(_FENCE.sub("", page.read_text(encoding="utf-8"))))
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}

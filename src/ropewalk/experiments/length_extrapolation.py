@@ -8,6 +8,7 @@ far back in the text, and asks for it at the end.
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ropewalk.bench.core.figure import mark_smoke
+from ropewalk.bench.core.figure import mark_smoke, page_figure
 from ropewalk.bench.core.options import choose_path
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.terminal import default_console, progress_bar
@@ -299,46 +300,43 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_length_record(run: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
-    """Draw the loss against the length from 0, and the keys found by their distance, a line for each scheme, as PNG.
+    """Draw the loss against the length from 0, a line for each scheme, as PNG; and keys by distance, if any was found.
 
     A smoke run learnt from too few bytes for its schemes to be compared: its figure says so.
     """
-    from matplotlib.figure import Figure
-
     is_smoke = run["steps"] * run["batch"] * run["train_length"] < SMOKE_BYTES
-    losses, keys = losses_of(rows), _farthest_keys(rows)
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    panels = figure.subplots(1, 2 if keys else 1, squeeze=False)[0]
-    for axes, panel_rows, x, y, factor in zip(
-        panels, (losses, keys), ("length", "distance"), ("loss", "right"), (1, 100), strict=False
-    ):
-        for number, (label, line) in enumerate(_lines(panel_rows).items()):
-            look = {"linestyle": ("-", "--", ":")[number % 3], "marker": "os^"[number % 3], "color": f"C{number % 10}"}
-            errors = [factor * _standard_error(row) for row in line]
-            at, values = [row[x] for row in line], [factor * row[y] for row in line]
-            axes.errorbar(at, values, errors, markersize=4, capsize=2, label=label, **look)
-        axes.axvline(run["train_length"], color="#555555", linestyle=":", zorder=0, label="training length")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(run["lengths"], run["lengths"])
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-    unigram = run.get("unigram_loss")
-    panels[0].set(ylim=(0, 1.05 * max([unigram or 0.0, *(row["loss"] for row in losses)])), xlabel="length, bytes")
-    panels[0].set_ylabel(f"loss of the last {run['scored_bytes']} bytes, nats per byte")
-    if unigram:
-        panels[0].axhline(unigram, color="#888888", linestyle="--", linewidth=1, label="guess by frequency of bytes")
-    if keys:
-        panels[1].axhline(100 * max(_controls(rows)), color="#888888", linewidth=1)
-        panels[1].set(ylim=(0, 102), xlabel="distance of the key, at the start of the text, bytes")
-        panels[1].set_ylabel(f"keys of {KEY_DIGITS} digits right, % (grey: without the key, at most)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    losses, keys, unigram = losses_of(rows), _farthest_keys(rows), run.get("unigram_loss")
+    drawn = [(losses, "length", "loss", 1)]
+    drawn += [(keys, "distance", "right", 100)] if any(row["right"] for row in keys) else []
     title = f"{'Smoke: no comparison. ' if is_smoke else ''}Trained with RoPE at length {run['train_length']} on "
     title += f"{run['text']}, {run['parameters'] / 1e6:.1f} million parameters, {run['device']}"
-    figure.suptitle(title, fontsize=12)
-    if is_smoke:
-        mark_smoke(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, facecolor="white", format="png")
+    with page_figure(path, 1.5 + 2.7 * len(drawn)) as figure:
+        figure.suptitle(textwrap.fill(title, 80))
+        panels = figure.subplots(len(drawn), squeeze=False)[:, 0]
+        for axes, (panel_rows, x, y, factor) in zip(panels, drawn, strict=True):
+            for number, (label, line) in enumerate(_lines(panel_rows).items()):
+                look = {"linestyle": ("-", "--", ":")[number % 3], "marker": "os^"[number % 3]}
+                errors = [factor * _standard_error(row) for row in line]
+                at, values = [row[x] for row in line], [factor * row[y] for row in line]
+                axes.errorbar(at, values, errors, markersize=4, capsize=2, label=label, color=f"C{number % 10}", **look)
+            axes.axvline(run["train_length"], color="#555555", linestyle=":", zorder=1, label="training length")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(run["lengths"], run["lengths"])
+            axes.minorticks_off()
+        panels[0].set(ylim=(0, 1.05 * max([unigram or 0.0, *(row["loss"] for row in losses)])), xlabel="length, bytes")
+        panels[0].set_ylabel(f"loss of the last {run['scored_bytes']} bytes, nats per byte")
+        if unigram:
+            panels[0].axhline(
+                unigram, color="#888888", linestyle="--", linewidth=1, label="guess by frequency of bytes"
+            )
+        if len(drawn) > 1:
+            panels[1].axhline(100 * max(_controls(rows)), color="#888888", linewidth=1)
+            panels[1].set(ylim=(0, 102), xlabel="distance of the key, at the start of the text, bytes")
+            panels[1].set_ylabel(f"keys of {KEY_DIGITS} digits right, %\n(grey: without the key, at most)")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        if is_smoke:
+            mark_smoke(figure)
 
 
 def _standard_error(row: Row) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ropewalk.bench.attention.candidates import AttentionCandidate, candidates_of, our_candidate
+from ropewalk.bench.attention.candidates import COMPILED, AttentionCandidate, candidates_of, our_candidate
 from ropewalk.bench.attention.cases import ALIASES, CASES, MODES, AttentionCase, direction_of, make_attention_inputs
 from ropewalk.bench.attention.gate import AttentionGate
 from ropewalk.bench.attention.peers import ATTENTION_PEERS
@@ -28,7 +28,7 @@ from ropewalk.ops.attention.backends import BACKENDS
 
 CPU_FLOPS = 1e9  # of a forward that a CPU runs unless a case is named
 SMALL_FLOPS = 1e11  # of a forward whose launches matter as much as its work: the host's time is recorded too
-_TITLES = {"fwd": "forward", "bwd": "backward", "train": "RoPE, forward and backward"}
+_TITLES = {"fwd": "forward", "bwd": "backward", "train": "RoPE, training"}
 # Gates by case, as a yardstick has its own; and candidates by mode.
 _Opened = tuple[Mapping[str, AttentionGate], Mapping[str, Sequence[AttentionCandidate]]]
 
@@ -121,11 +121,15 @@ class AttentionBench(Bench):
         yield from measured
 
     @classmethod
-    def draw(cls, record: Record, path: Path) -> bool:
-        """Draw bars of TFLOP/s, hot, a panel for each of fwd, bwd and train."""
-        from ropewalk.bench.core.figure import draw_bars
+    def draw(cls, record: Record, path: Path, names: Mapping[str, str] | None = None) -> bool:
+        """Draw TFLOP/s, hot, a panel for each of fwd, bwd and train; the latter with RoPE."""
+        from ropewalk.bench.core.figure import draw_dots
 
-        rows = [row for row in record.of(cls.name) if row.get("protocol") == "hot"]
-        dtypes, device = ", ".join(dict.fromkeys(row["case"]["dtype"] for row in rows)), record.run["device"]
-        text = {"title": f"Attention on {device}, {dtypes}, hot{cpu_note(device)}", "across": "TFLOP/s"}
-        return draw_bars(rows, _TITLES, lambda group: [row.get("tflops") for row in group], path=path, **text)
+        def rates(group: Sequence[Row]) -> list[float | None]:
+            positions = ("rope", COMPILED) if group[0]["mode"] == "train" else ("none",)
+            return [row.get("tflops") if row["position"] in positions else None for row in group]
+
+        rows = [row for row in record.of(cls.name) if row.get("protocol") == "hot" and "yardstick" not in row]
+        device = record.run["device"]
+        title = f"Attention on {device}, hot: TFLOP/s{cpu_note(device)}"
+        return draw_dots(rows, _TITLES, rates, title=title, path=path, names=names)

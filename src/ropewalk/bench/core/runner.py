@@ -125,8 +125,8 @@ class Bench(ABC):
         """Time all that is right against each other."""
 
     @classmethod
-    def draw(cls, record: Record, path: Path) -> bool:
-        """Draw a figure of a record, with matplotlib; False: there is nothing to draw."""
+    def draw(cls, record: Record, path: Path, names: Mapping[str, str] | None = None) -> bool:
+        """Draw a figure of a record, with matplotlib; other libraries as in `names`. False: nothing is drawn."""
         return False
 
     @classmethod

@@ -16,7 +16,7 @@ from ropewalk.bench.rope.cases import Case
 
 READ = ("rope", "attention", "training", "all")  # the benchmarks whose records are read here
 SAME = 0.02  # times within so much of each other are taken for equal
-AHEAD, LEVEL, BEHIND, ABSENT, ALONE = "ahead", "level", "behind", "absent", "alone"
+FASTER, LEVEL, SLOWER, ABSENT, ALONE = "faster", "level", "slower", "absent", "alone"
 KERNELS = ("triton", "gluon")
 FLASH, FLASH_PEER = "flash", "flash_attn_4"  # the library as our backend, and as a peer
 # The title; ours and the peers' positions, and ours by name where it is one implementation that users get.
@@ -50,10 +50,10 @@ class Gain(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """Ahead, level or behind; absent: nothing of ours was measured; alone: no peer was."""
+        """Faster, level or slower; absent: nothing of ours was measured; alone: no peer was."""
         if self.ours is None or self.times is None:
             return ABSENT if self.ours is None else ALONE
-        return AHEAD if self.times > 1 + SAME else LEVEL if self.times >= 1 / (1 + SAME) else BEHIND
+        return FASTER if self.times > 1 + SAME else LEVEL if self.times >= 1 / (1 + SAME) else SLOWER
 
     @property
     def title(self) -> str:

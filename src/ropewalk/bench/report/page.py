@@ -22,10 +22,11 @@ from ropewalk.bench.report.peers import NAMES, name_measured
 CHOICE_PEERS = {name: NAMES[name] for name in (g.FLASH_PEER, "cudnn", "flex")}
 NOT_MEASURED, NOTHING = "not measured", "–"
 # By outcome, on a light and on a dark page alike; the marker tells them apart too.
-_LOOKS = {g.AHEAD: ("#2f7fe0", "circle"), g.LEVEL: ("#8a929c", "square"), g.BEHIND: ("#e0652f", "diamond")}
+_LOOKS = {g.FASTER: ("#2f7fe0", "circle"), g.LEVEL: ("#8a929c", "square"), g.SLOWER: ("#e0652f", "diamond")}
 _LINES = ("#2f7fe0", "#e0652f", "#37a67a", "#b06ad0", "#c9a400", "#8a929c")
 _TEXT, _GRID = "#868d96", "#868d9640"
 _TICKS = [0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50]
+_EAGER = "reference"  # of our backends, PyTorch operator by operator
 _FEWEST_LENGTHS = 5  # of one shape, to be drawn over the length
 # The columns of the table of all rows: texts with their widths, and numbers between them with a key.
 _FIRST = {"case": 150, "implementation": 170, "mode": 85, "protocol": 85, "status": 85}
@@ -88,13 +89,14 @@ def render(records: Sequence[Record]) -> str:
         devices=" · ".join(dict.fromkeys(run["device"] for _, run in runs)),
         groups={title: (_sentence(group), group) for title, group in groups.items()},
         counts=counts,
+        n_lengths=len(lengths),
         n_compared=sum(counts[outcome] for outcome in _LOOKS),
         measured=name_measured({name for gain in gains for name in gain.timed}, (run for _, run in runs)),
         same=g.SAME,
         choices=[choice for choice in g.newest_choices(records) if choice.lead.get("protocol") == "hot"],
         choice_peers=CHOICE_PEERS,
         not_measured=NOT_MEASURED,
-        losses=sorted((one for one in gains if one.outcome in (g.BEHIND, g.ABSENT)), key=lambda one: one.times or 0.0),
+        losses=sorted((one for one in gains if one.outcome in (g.SLOWER, g.ABSENT)), key=lambda one: one.times or 0.0),
         bad=[row for row in rows if row["status"] in ("wrong", "failed")],
         runs=runs,
         on_cpu=any(run["device"].startswith("CPU") for _, run in runs),
@@ -159,9 +161,7 @@ def _draw_gains(groups: dict[str, list[Gain]]) -> Any:
         }
         for number, gain in enumerate(gains)
     ]
-    figure = _figure(
-        "log", "times the speed of the best other that was measured", y_range=titles, height=90 + 34 * len(titles)
-    )
+    figure = _figure("log", "times as fast", y_range=titles, height=90 + 34 * len(titles))
     figure.xaxis.ticker = _TICKS
     figure.xaxis.major_label_overrides = {tick: f"{tick:g}" for tick in _TICKS}
     figure.vspan(x=1, line_color=_TEXT, line_width=1.5)
@@ -188,7 +188,7 @@ def _draw_lengths(rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
     points = [
         (title_of(row), label(row), case["tokens"], time)
         for row in rows
-        if (case := row["case"])["name"].startswith("tokens-") and row["benchmark"] == "rope"
+        if (case := row["case"])["name"].startswith("tokens-") and row["benchmark"] == "rope" and row["impl"] != _EAGER
         if (time := row.get("time", {}).get("p50")) is not None
     ]
     frame = pd.DataFrame(points, columns=["title", "name", "x", "y"])

@@ -25,6 +25,8 @@ CPU_ELEMENTS = 1 << 21  # of q and k, that a CPU rotates unless a case is named:
 CPU_SECONDS = 0.5  # that a CPU times one mode for
 ROUNDS = 100
 
+_TITLES = {"fwd": "forward", "bwd": "backward", "decode": "forward"}
+
 
 class RopeBench(Bench):
     name = "rope"
@@ -106,9 +108,9 @@ class RopeBench(Bench):
         yield from rows.values()
 
     @classmethod
-    def draw(cls, record: Record, path: Path) -> bool:
-        """Draw bars of the time of a copy over each implementation's time."""
-        from ropewalk.bench.core.figure import draw_bars
+    def draw(cls, record: Record, path: Path, names: Mapping[str, str] | None = None) -> bool:
+        """Draw the time of a copy over each implementation's time."""
+        from ropewalk.bench.core.figure import draw_dots
 
         def fractions(group: Sequence[Row]) -> list[float | None]:
             """Return the copy's time over each row's, in a graph where the copy was timed in one."""
@@ -117,9 +119,8 @@ class RopeBench(Bench):
             known = [key in copy and key in row and row["kind"] != "anchor" for row in group]
             return [copy[key]["p50"] / row[key]["p50"] if one else None for row, one in zip(group, known, strict=True)]
 
-        device, across = record.run["device"], "fraction of the copy's speed"
-        title = f"RoPE on {device}: speed of a copy of the same bytes reached{cpu_note(device)}"
-        return draw_bars(record.of(cls.name), MODES, fractions, title=title, across=across, path=path)
+        title = f"RoPE on {record.run['device']}: fraction of a copy's speed{cpu_note(record.run['device'])}"
+        return draw_dots(record.of(cls.name), _TITLES, fractions, title=title, path=path, names=names)
 
 
 class SweepBench(RopeBench):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from ropewalk.bench.core.figure import mark_smoke
+from ropewalk.bench.core.figure import mark_smoke, page_figure
 from ropewalk.bench.core.records import cpu_note, read_lines
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ _STYLES: dict[str, tuple[str, str, str, Any]] = {
     "rerope": ("ReRoPE", "#CC79A7", "P", "solid"),
 }
 _GREYS = {"sdpa": "#555555", "eager": "#999999", "ropewalk": "#7FB2D9"}
-_LOOK: dict[str, Any] = {"axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
-_LOOK |= {"axes.labelsize": 10, "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True}
-_LOOK |= {"lines.markersize": 6, "lines.linewidth": 1.6, "errorbar.capsize": 3}
+_LOOK: dict[str, Any] = {"lines.markersize": 4, "lines.linewidth": 1.3, "errorbar.capsize": 2}
 _SMOKE_TOKENS = 1_000_000  # of a training, below which models learn too little to be compared
 _SMOOTH = 0.04  # of the training: a point of the curve is the mean over as much
 
@@ -62,12 +60,11 @@ def draw_learning(record: BertRecord, path: Path) -> None:
     was recalled by distance and told by the probe, where they were measured. Bands and bars are the spread of seeds.
     """
     shares = ["accuracy", *(kind for kind in ("recall", "probe") if len(getattr(record, kind)))]
-    above = ["training"] * max(1, len(shares) - 1) + ["loss"]
-    below = shares if len(shares) > 1 else [*shares, "."]
+    below = [shares[1:] * (4 - len(shares))] if len(shares) > 1 else []
     lengths = sorted(record.evaluation.length.unique())
     trained, unigram = record.run["config"]["train_length"], record.run["corpus"].get("unigram_loss")
-    with _figure(record, 9.5, path) as figure:
-        panels: dict[str, Axes] = figure.subplot_mosaic([above, below])
+    with _figure(record, 6.0 + 2.3 * len(below), path) as figure:
+        panels: dict[str, Axes] = figure.subplot_mosaic([["training", "training"], ["loss", "accuracy"], *below])
         for style, rows in _by_scheme(record.training):
             curves, (_, colour, marker, line) = _smooth(rows), style
             look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line}
@@ -79,7 +76,7 @@ def draw_learning(record: BertRecord, path: Path) -> None:
             for style, rows in _by_scheme(record.evaluation):
                 _plot_spread(panels[name], style, rows, "length", column, factor)
             _mark_lengths(panels[name], lengths, "tokens read at once (dotted: trained)")
-            panels[name].axvline(trained, color="#888888", linestyle=":", linewidth=1, zorder=0)
+            panels[name].axvline(trained, color="#888888", linestyle=":", linewidth=1, zorder=1)
             panels[name].set_title("held-out text" if name == "loss" else "held-out text: masked tokens")
         if "recall" in panels:
             read = record.recall[record.recall.length == trained]
@@ -95,14 +92,14 @@ def draw_learning(record: BertRecord, path: Path) -> None:
         for name in ("training", "loss"):  # from 0, and as far for both
             panels[name].set(ylim=(0, 1.05 * top), ylabel="loss, nats per masked token")
             if unigram:
-                look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-                panels[name].axhline(unigram, color="#888888", linewidth=1, linestyle="--", zorder=0)
-                panels[name].annotate("guess by frequency of tokens", (1, unigram), (-4, 3), **look)
+                panels[name].axhline(unigram, color="#888888", linewidth=1, linestyle="--", zorder=1)
+        if unigram:
+            look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+            panels["training"].annotate("guess by frequency of tokens", (1, unigram), (-4, 3), **look)
         for name in shares:
             panels[name].set(ylim=(0, 100), ylabel="right, %")
         handles, labels = panels["loss"].get_legend_handles_labels()
-        look = {"loc": "outside lower center", "frameon": False, "fontsize": 11}
-        figure.legend(handles, labels, ncols=min(len(labels), 6), **look)
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
 
 def _plot_spread(axes: Axes, style: tuple[str, str, str, Any], rows: pd.DataFrame, x: str, y: str, factor: int) -> None:
@@ -140,7 +137,7 @@ def draw_speed(record: BertRecord, path: Path) -> None:
     """Draw tokens/s and, where it was measured, the peak of memory of a training step, as PNG."""
     titles = {"tokens_per_second": "tokens/s of a training step"}
     if record.speed.peak_bytes.notna().any():
-        titles["peak_bytes"] = "GiB at its peak, beyond weights, optimiser and batch"
+        titles["peak_bytes"] = "peak in GiB, beyond weights,\noptimiser and batch"
     with _figure(record, 5.5, path) as figure:
         panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
         lengths = sorted(record.speed.length.unique())
@@ -156,25 +153,23 @@ def draw_speed(record: BertRecord, path: Path) -> None:
                     look: dict[str, Any] = {"alpha": 0.55, "hatch": "//"} if length else {}
                     axes.barh(y, number, height=height * 0.94, edgecolor="white", color=colour, **look)
                 text = "out of memory" if number is None else f"{_short(number)} at {row['length']}"
-                axes.annotate(text, (number or 0, y), (3, 0), textcoords="offset points", va="center", fontsize=9)
-            axes.set_yticks(range(len(models)), models, fontsize=10)
+                axes.annotate(text, (number or 0, y), (3, 0), textcoords="offset points", va="center")
+            axes.set_yticks(range(len(models)), models)
             axes.set(ylim=(len(models) - 0.4, -0.6), title=title)
-            axes.margins(x=0.25)
+            axes.margins(x=0.5)
+            axes.locator_params(axis="x", nbins=4)
             axes.xaxis.set_major_formatter(lambda number, _: _short(number))
 
 
 @contextlib.contextmanager
 def _figure(record: BertRecord, height: float, path: Path) -> Iterator[Figure]:
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
-    with rc_context(_LOOK):
-        figure = Figure(figsize=(11, height), layout="constrained")
-        figure.suptitle(textwrap.fill(_title(record), 100), fontsize=12)
+    with rc_context(_LOOK), page_figure(path, height) as figure:
+        figure.suptitle(textwrap.fill(_title(record), 80))
         if _is_smoke(record):
             mark_smoke(figure)
         yield figure
-        figure.savefig(path, dpi=120, facecolor="white", format="png")
 
 
 def _is_smoke(record: BertRecord) -> bool:
