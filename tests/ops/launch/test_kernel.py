@@ -72,6 +72,13 @@ def test_what_a_binary_is_compiled_for_is_told_apart(asked: Asked) -> None:
     assert len({id(x) for x in found}) == len(found) == len(asked.sources)
 
 
+def test_equal_constants_of_another_type_are_told_apart(asked: Asked) -> None:
+    arguments = specialise(interleaved=True).arguments
+    name, value = next((name, x) for name, x in arguments.items() if x is True and name in KERNEL.constants)
+    found = [KERNEL.warmup(grid=(1,), **arguments | {name: x}) for x in (value, 1, 1.0)]
+    assert len({id(x) for x in found}) == 3
+
+
 def test_strides_are_wide_together(asked: Asked) -> None:
     for far, dtype in ((False, "i32"), (True, "i64")):
         signature = specialise(far=far).source.signature

@@ -32,6 +32,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from ropewalk import BlockLists, QKNorm, append_kv, apply_rope, attention
 from ropewalk.ops.attention.backends import ORDER
 from ropewalk.ops.attention.gate.operation import apply_gate
+from ropewalk.ops.attention.plans import find, norms
 from ropewalk.ops.attention.triton import launch_common
 from ropewalk.ops.launch import kinds, remembered
 from ropewalk.ops.launch import plan as plan_module
@@ -556,6 +557,24 @@ def test_what_is_refused_beside_a_cache_stays_refused(device: torch.device, name
         attention(q, k, v, impl="triton")
     with pytest.raises((ValueError, TypeError), match=name):
         attention(q, k, v, impl="triton", **{name: torch.zeros(1, 7, device=device)})
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, AttributeError, TypeError])
+@pytest.mark.parametrize(("call", "made"), [("dense", "_choose"), ("cache", "_choose"), ("norm", "plan_or_none")])
+def test_an_error_in_making_a_plan_is_raised(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, call: str, made: str, kind: type[Exception]
+) -> None:
+    queries, keys = (1, 300) if call == "cache" else (T, T)
+    q, k, v = (draw(1, keys if seed else queries, H, D, device=device, seed=seed) for seed in range(3))
+    keywords = {"position": Rope(), "norm": QKNorm(torch.ones(D, device=device))} if call == "norm" else {}
+    attention(q, k, v, impl="triton", **keywords)
+
+    def fail(*arguments: Any) -> Any:
+        raise kind("a fault of a plan")
+
+    monkeypatch.setattr(norms if call == "norm" else find, made, fail)
+    with pytest.raises(kind, match="a fault of a plan"):
+        attention(q, k, v, impl="triton", **keywords)
 
 
 # === where tensors lie, and what they hold ===

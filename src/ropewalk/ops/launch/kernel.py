@@ -92,7 +92,8 @@ class Kernel:
         options = {name: value for name, value in arguments.items() if name not in self.numbers}
         signature, constants, _ = self._describe(alignment, arguments)
         device = triton.runtime.driver.active.get_current_device()
-        key = (device, alignment, *signature.values(), *constants.values(), *options.items())
+        values = constants.values()  # True is 1 to a tuple, but another constant to a kernel
+        key = (device, alignment, *signature.values(), *values, *map(type, values), *options.items())
         compiled = self.compiled.get(key)
         if compiled is None:
             compiled = self.compiled[key] = self.compile(None, alignment=alignment, **arguments)

@@ -42,11 +42,14 @@ class Cache:
         self.lock = threading.Lock()
 
     def find(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the plan of a key; None where there is none yet, or none is possible.
+        """Return the plan of a key; None where there is none yet, or none is possible, as for a key without a hash.
 
         A plan's `constants` are all tensors that it keeps.
         """
-        plan = self.found.get(key, UNKNOWN)
+        try:
+            plan = self.found.get(key, UNKNOWN)
+        except TypeError:  # a flag that is not hashable
+            return None
         if plan is not UNKNOWN:
             return plan
         digest = hash(key)
@@ -136,6 +139,17 @@ def run_at_once(launcher: Launcher, record: Any, tensors: Sequence[Tensor]) -> S
         return launcher(record, AT_ONCE)
     with torch.cuda.device(tensors[0].device):
         return launcher(record, AT_ONCE)
+
+
+def key_or_none(record: Record[AnyRecord], values: AnyRecord) -> Any:
+    """Return the key of a record; None where it has none, as with a wrong argument, which a check is to name.
+
+    Only this is tried: an error of a plan's making is a fault of ours.
+    """
+    try:
+        return record.key(values)
+    except (AttributeError, RuntimeError, TypeError):  # no tensors, or sparse ones
+        return None
 
 
 class Kind(Generic[AnyRecord]):
@@ -332,19 +346,18 @@ class Operation(Generic[AnyRecord]):
         return None if forward_ad._current_level >= 0 else last
 
     def find(self, record: AnyRecord) -> Any:
-        """Return the kind of a plain eager call; None for the first one of a kind. Raise for a wrong call."""
+        """Return the kind of a plain eager call; None for the first one of a kind, and for one that has no key."""
         kind = self.repeat(record)
         return self.look_up(record) if kind is None else kind
 
     def look_up(self, record: AnyRecord) -> Any:
         """Return the kind of a record that is none of the last calls', as `find` does."""
-        try:
-            found = switches() if self.reads_switches else ()
-            key = (self, self.record.key(record), found)
-            kind = KINDS.find(key, lambda: self.make(record))
-        except (AttributeError, RuntimeError, TypeError):  # no tensors, sparse ones, or a flag that is not hashable
-            self.choose(record)
-            raise
+        found = switches() if self.reads_switches else ()
+        identity = key_or_none(self.record, record)
+        if identity is None:
+            return None
+        key = (self, identity, found)
+        kind = KINDS.find(key, lambda: self.make(record))
         if kind is not None and has_guards():
             if not kind.matches(record):  # matchers know more than keys, such as inference mode
                 kind = copy(kind)  # the calls of the other matcher find theirs, too

@@ -23,7 +23,16 @@ from ropewalk.ops.attention.plans.library import LibraryCall, is_plain
 from ropewalk.ops.attention.plans.planned import GrowingCall, PlannedCall
 from ropewalk.ops.attention.tables import identify_scheme, identity_of, with_rows
 from ropewalk.ops.attention.validate import Unchecked, resolve
-from ropewalk.ops.launch.kinds import KINDS, MAX_RECENT, Operation, addresses_of, existing, may_plan, plan_or_none
+from ropewalk.ops.launch.kinds import (
+    KINDS,
+    MAX_RECENT,
+    Operation,
+    addresses_of,
+    existing,
+    key_or_none,
+    may_plan,
+    plan_or_none,
+)
 from ropewalk.ops.launch.record import Record, switches
 from ropewalk.ops.tracing import has_guards, has_saved_tensor_hooks, is_intercepted, is_plain_eager
 from ropewalk.schemes import Alibi, ExpoSB, PositionScheme, T5Bias
@@ -62,10 +71,10 @@ class _Attention(Operation[Unchecked]):
             if kind is not None or is_intercepted():
                 return kind
             extents = _growing_extents(record)
-            kind = _FIXED if extents is None else self._find_growing(record, extents)
-            return self.look_up(record) if kind is _FIXED else kind
         except (AttributeError, RuntimeError, TypeError):  # no strides of sparse tensors, no hash of lists, no tensor
             return None
+        kind = _FIXED if extents is None else self._find_growing(record, extents)
+        return self.look_up(record) if kind is _FIXED else kind
 
     def _repeat_growing(self, record: Unchecked) -> Any:
         """Return the kind of a call over a cache, if it is one of the last such calls'."""
@@ -79,7 +88,8 @@ class _Attention(Operation[Unchecked]):
 
     def _find_growing(self, record: Unchecked, extents: tuple[Any, ...]) -> Any:
         """Return the kind of a call over a cache; `_FIXED` where it is planned by its own length alone."""
-        kind = KINDS.find((extents, _REST.key(record)), lambda: _plan_growing(record))
+        rest = key_or_none(_REST, record)
+        kind = None if rest is None else KINDS.find((extents, rest), lambda: _plan_growing(record))
         if kind is not None and kind is not _FIXED and has_guards():
             kind.extents, kind.matches = extents, _REST.make_match(record)
             self.growing = (kind, *[x for x in self.growing if x is not kind])[:MAX_RECENT]

@@ -111,13 +111,10 @@ def norm_first(unchecked: Unchecked, norm: QKNorm) -> Unchecked:
     arguments = unchecked.arguments
     found = None
     if not torch.compiler.is_compiling() and not is_intercepted():
-        try:
-            if may_plan(unchecked.q):
-                norm_fields = (norm.q_weight, norm.k_weight, norm.eps, norm.offset, norm.after, norm.across_heads)
-                kind = NORMS.find(tuple.__new__(NormedCall, (unchecked, *norm_fields)))
-                found = None if kind is None else kind.run(unchecked, norm)
-        except (RuntimeError, AttributeError):  # sparse tensors have no strides, None no shape
-            found = None
+        if isinstance(unchecked.q, Tensor) and may_plan(unchecked.q):
+            norm_fields = (norm.q_weight, norm.k_weight, norm.eps, norm.offset, norm.after, norm.across_heads)
+            kind = NORMS.find(tuple.__new__(NormedCall, (unchecked, *norm_fields)))
+            found = None if kind is None else kind.run(unchecked, norm)
     if found is None:
         call = norm_call(resolve(unchecked), norm, norm_impl(unchecked.impl))
         found = from_bhtd(call.q, arguments.layout), from_bhtd(call.k, arguments.layout)
