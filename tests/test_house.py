@@ -136,6 +136,21 @@ def weak_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 1), f"a docstring begins with “{text.splitlines()[0][:40]}”"
 
 
+WITHOUT_VERB = re.compile(r"\bmust( not)?( for\b|[^\w ]|$)")
+
+
+def cut_requirements(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Errors that end with "must": a requirement has a verb."""
+    for node in ast.walk(tree):
+        texts = [x for x in ast.walk(node) if isinstance(x, ast.JoinedStr)] if isinstance(node, ast.Raise) else []
+        parts = {part for text in texts for part in text.values}
+        for text in ast.walk(node) if isinstance(node, ast.Raise) else ():
+            if isinstance(text, ast.JoinedStr) or (isinstance(text, ast.Constant) and text not in parts):
+                shown = re.sub(r"{.*?}", "x", ast.unparse(text)).strip("f'\"")
+                if WITHOUT_VERB.search(shown):
+                    yield text.lineno, f"“{shown[-40:]}” lacks its verb"
+
+
 # A part of an identifier of the kernels and their launchers, between underscores.
 OLD_PARTS = re.compile("places?|turns?|walks?|apart|prepared|theirs|ours|serve[sd]?|movers|adder|cotangents")
 
@@ -227,6 +242,7 @@ BY_TREE = {
     "fields by name": (numbered_fields, SOURCES),
     "records by name": (numbered_records, RECORDS),
     "first words": (weak_docstrings, SOURCES),
+    "verbs of errors": (cut_requirements, SOURCES),
     "old parts of names": (old_parts, [path for path in SOURCES if OPS in path.parents]),
     # A kernel's text is in the key of its cached binary: its names change with its code.
     "names of things": (vague_names, [path for path in SOURCES if path not in KERNELS]),
@@ -308,6 +324,7 @@ BAD = {
     "fields by name": "@gluon.jit\ndef count(lengths):\n    return lengths[2]",
     "records by name": "masks = call[4:16]",
     "first words": 'def f():\n    """What it does."""',
+    "verbs of errors": 'raise ValueError(f"{name} calls no function, but must")',
     "old parts of names": "def turn_keys(keys):\n    pass",
     "names of things": "def find(given, x):\n    pass",
     "old names": "the scheme's `change_scores`",
@@ -324,6 +341,7 @@ GOOD = {
     "fields by name": "@triton.jit\ndef count(x, seqlens):\n    return x.shape[0] + seqlens.n_keys + x[:, None]",
     "records by name": "batch, first, rest = x.shape[:3], results[0], results[1:]",
     "first words": 'def f():\n    """Return which it is."""',
+    "verbs of errors": 'raise ValueError(f"{name} calls no function, but must {verb} one" + f", but must not be {x}")',
     "old parts of names": "def replace(keys, returns):\n    pass",
     "names of things": "def find(bytes_of_q, forgiven):\n    return bytes_of_q.far.given",
     "old names": "It replaces an observed server, PINNED.",

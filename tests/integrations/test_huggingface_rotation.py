@@ -510,7 +510,7 @@ def test_each_width_of_tables_is_checked(stub):
     with huggingface.use_ropewalk_rope(stub(with_positions)) as handle:
         rotate = sys.modules[handle.modules[0]].apply_rotary_pos_emb
         rotate(q, k, *angles(2, 6, 8))
-        with pytest.raises(ValueError, match="does not hold every angle twice"):
+        with pytest.raises(ValueError, match="but must hold every angle twice"):
             rotate(q[..., :8], k[..., :8], *angles(2, 6, 8, twice="once"))
 
 
@@ -556,7 +556,7 @@ def test_what_the_function_has_no_use_for_raises(stub):
         once = angles(2, 6, 16, twice="once")
         for tables in (once, (once[0], sin), (cos, once[1])):
             with pytest.raises(
-                ValueError, match=r"does not hold every angle twice, but must for modeling_stub\.apply_"
+                ValueError, match=r"has two halves that differ, but must hold every angle twice for modeling_stub\.apply_"
             ):
                 rotate(q, k, *tables)
         rotate(q, k, cos, sin)

@@ -73,7 +73,7 @@ def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
     attention_class = get_attention_class(position)
     reserved = [name for name in _MODEL_OPTIONS if name in options]
     if reserved:
-        raise TypeError(f"options hold {', '.join(reserved)}, but must not: the model sets them")
+        raise TypeError(f"options hold {', '.join(reserved)}, but must not hold them: the model sets them")
     find_transformers()
     theirs = importlib.import_module("transformers.models.bert.modeling_bert")
     _check_model(model, theirs)

@@ -249,7 +249,7 @@ def take_part(cos: Tensor, sin: Tensor, tables: str, checked: set[int], name: st
     width = cos.shape[-1]
     if not (torch.compiler.is_compiling() or width in checked or cos.is_meta or isinstance(cos, FakeTensor)):
         if not (torch.equal(cos, same_cos) and torch.equal(sin, same_sin)):
-            raise ValueError(f"cos or sin does not hold every angle twice, but must for {name}")
+            raise ValueError(f"cos or sin has two halves that differ, but must hold every angle twice for {name}")
         checked.add(width)
     return cos, sin
 
