@@ -16,6 +16,7 @@ from products import calls, cover, table
 from products.table import FEATURES, NEUTRAL, NOT_VALUES, RULES, Row, names_a_call, plainest
 from ropewalk import Alibi, BlockLists, ExpoSB, NoPosition, QKNorm, ReRope, Rope, SelfExtend, T5Bias, attention, schemes
 from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.backends import KERNELS
 from ropewalk.ops.attention.call import LEAVES, NOT_IN_PROGRAM, AttentionCall, flatten
 
 SCHEMES = (NoPosition, Rope, Alibi, T5Bias, ExpoSB, ReRope, SelfExtend)
@@ -169,6 +170,10 @@ def test_each_rule_is_needed(monkeypatch, rule):
     alone = [row for row in (plainest(*zip(rule.features, values, strict=True)) for values in forbidden) if row]
     assert alone, "other rules forbid the same"
     assert any(map(is_refused, alone)) or rule.features in WITHOUT_MEANING
+
+
+def test_rows_run_by_each_backend_with_kernels():
+    assert set(cover.IMPLS) == set(KERNELS) == set(NOT_BY) - {"reference"}
 
 
 NOT_BY = {

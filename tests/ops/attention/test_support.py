@@ -42,6 +42,10 @@ def test_what_was_imagined_is_gone():
 PATCHED = [(gpu, "capability"), (flash, "flash_version"), (gpu, "is_fake")]
 
 
+def test_each_backend_has_a_column():
+    assert set(support.COLUMNS) == set(BACKENDS)
+
+
 def test_labels_are_used_once():
     assert len(CASES) == sum(len(cases) for cases in support.cases().values())
     assert {(name, value) for name, feature in FEATURES.items() for value in feature.values} >= support.LABELS.keys()
