@@ -5,6 +5,8 @@ python tools/prove_products.py pack PACK [--python PYTHON] [--triton 3.6.0]
                                                 compile what the array launches on an H100 or H200, without a GPU
 python tools/prove_products.py gpu PACK RECORD [--seconds 240] [--sequences 240]
                                                 run the array and sequences on this GPU, and record what was covered
+python tools/prove_products.py feature NAME           run a feature's values beside each other value on this CPU,
+                                                by the reference, or by "triton" with TRITON_INTERPRET=1
 python tools/prove_products.py page                   write docs/products.md from results/products-h200.json
 
 `pack` goes on where it was stopped, and compiles what changed. PYTHON is a Python of the GPU machine's version: the
@@ -15,13 +17,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,40 @@ def draw_rows() -> None:
     rows = cover.make()
     cover.save(rows)
     print(f"wrote {len(rows)} rows to {cover.ARRAY}")
+
+
+def rows_of_feature(name: str, impl: str) -> Iterator[dict[str, str]]:
+    """Go through the calls of a backend that have a value of a feature and another one's, in inference and training."""
+    from products import calls, cover
+    from products.table import FEATURES, names_a_call, plainest
+
+    for value, (other, feature) in itertools.product(FEATURES[name].values[1:], FEATURES.items()):
+        for row in (plainest((name, value), (other, x)) for x in feature.values if other != name):
+            for gradients in () if row is None else dict.fromkeys((row["gradients"], "all")):
+                made = {**row, "gradients": gradients}
+                if made["dtype"] == "bfloat16":  # the interpreter's products are wrong
+                    made["dtype"] = "float32"
+                if names_a_call(made) and cover.refusal(made, impl, calls.CPU) is None:
+                    yield made
+
+
+def check_feature(name: str) -> None:
+    """Run a feature beside every other one, and print what is wrong."""
+    import torch
+    from products import calls, run
+
+    from ropewalk import device as gpu
+
+    impl = "triton" if gpu.is_interpreted() else "reference"
+    n_calls = n_wrong = 0
+    for row in rows_of_feature(name, impl):
+        found = run.check(row, [impl], 0, torch.device("cpu"), calls.CPU, planned=0)
+        n_calls, n_wrong = n_calls + found.calls, n_wrong + len(found.faults)
+        for fault in found.faults:
+            print(json.dumps(fault.describe()), flush=True)
+    print(f"{impl}: {n_calls} calls, {n_wrong} wrong")
+    if n_wrong:
+        raise SystemExit(1)
 
 
 def make_pack(path: Path, python: str, triton: str) -> None:
@@ -230,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pack.add_argument("path", type=Path)
     pack.add_argument("--python", default=sys.executable)
     pack.add_argument("--triton", default="3.6.0")
+    commands.add_parser("feature").add_argument("name")
     commands.add_parser("page")
     gpu = commands.add_parser("gpu")
     gpu.add_argument("path", type=Path)
@@ -242,6 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw_rows()
     elif given.command == "pack":
         make_pack(given.path, given.python, given.triton)
+    elif given.command == "feature":
+        check_feature(given.name)
     elif given.command == "page":
         PAGE.write_text(render(json.loads(RECORD.read_text())))
     else:

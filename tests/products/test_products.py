@@ -97,6 +97,24 @@ def test_a_row_by_triton(number: int) -> None:
     assert not check(rows_of_day("always", 3)[number], "triton", number)
 
 
+@pytest.mark.parametrize("name", ["softcap"])
+def test_a_feature_runs_beside_every_other(monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str) -> None:
+    ran: list[Row] = []
+    fault = run.Fault(NEUTRAL, "triton", 0, 0, "call 1", ["wrong"])
+
+    def check(row: Row, *arguments: Any, **keywords: Any) -> run.Counted:
+        ran.append(row)
+        return run.Counted(1, [fault] if row["scheme"] == "alibi learned" and row["gradients"] == "all" else [])
+
+    monkeypatch.setattr(run, "check", check)
+    with pytest.raises(SystemExit):
+        prove_products.main(["feature", name])
+    assert {row[name] for row in ran} == {"given"}
+    others = {choice for row in ran for choice in row.items() if choice[0] not in (name, "dtype")}
+    assert len(others) > 100
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"{len(ran)} calls, 1 wrong")
+
+
 # === planted faults: each kind is found, and is cut down to the features that it takes ===
 
 

@@ -526,7 +526,9 @@ def _convert(attention_mask: Tensor, batch: int, keys: int) -> tuple[Tensor | No
 def _check_additive(mask: Tensor, distinct: Tensor) -> None:
     """Raise if an additive mask is a bias. distinct: the mask without rows that are equal in memory."""
     if mask.requires_grad:
-        raise ValueError("attention_mask requires grad, but must not require it: pass a bool mask, True where a query attends")
+        raise ValueError(
+            "attention_mask requires grad, but must not require it: pass a bool mask, True where a query attends"
+        )
     if not mask.is_floating_point():
         raise TypeError(f"attention_mask has dtype {mask.dtype}, but with 4 dimensions must be bool, or additive")
     if torch.compiler.is_compiling():

@@ -110,11 +110,11 @@ def norm_first(unchecked: Unchecked, norm: QKNorm) -> Unchecked:
     """Return a call with q and k normed; those of `Rope` are rotated in the same launch, and have no position left."""
     arguments = unchecked.arguments
     found = None
-    if not torch.compiler.is_compiling() and not is_intercepted():
-        if isinstance(unchecked.q, Tensor) and may_plan(unchecked.q):
-            norm_fields = (norm.q_weight, norm.k_weight, norm.eps, norm.offset, norm.after, norm.across_heads)
-            kind = NORMS.find(tuple.__new__(NormedCall, (unchecked, *norm_fields)))
-            found = None if kind is None else kind.run(unchecked, norm)
+    is_plain = not torch.compiler.is_compiling() and not is_intercepted()
+    if is_plain and isinstance(unchecked.q, Tensor) and may_plan(unchecked.q):
+        norm_fields = (norm.q_weight, norm.k_weight, norm.eps, norm.offset, norm.after, norm.across_heads)
+        kind = NORMS.find(tuple.__new__(NormedCall, (unchecked, *norm_fields)))
+        found = None if kind is None else kind.run(unchecked, norm)
     if found is None:
         call = norm_call(resolve(unchecked), norm, norm_impl(unchecked.impl))
         found = from_bhtd(call.q, arguments.layout), from_bhtd(call.k, arguments.layout)
