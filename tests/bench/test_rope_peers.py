@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ropewalk.bench.attention.peers import ATTENTION_PEERS
 from ropewalk.bench.core.peers import find_peer
+from ropewalk.bench.report.peers import NAMES
 from ropewalk.bench.rope.cases import CASES, Case, make_inputs
 from ropewalk.bench.rope.gate import Gate, rotate_plainly
-from ropewalk.bench.rope.peers import PEERS
+from ropewalk.bench.rope.peers import NORM_PEERS, PEERS
 
 SMALL = Case("small", 2, 6, 3, 1, 64)
 FORMS = [
@@ -71,6 +73,10 @@ def test_every_peer_serves_some_cases_and_says_why_not_the_others(name: str) -> 
     reasons = [PEERS[name].why_not(case, direction) for case in CASES for direction in case.modes]
     assert None in reasons
     assert all(reason is None or len(reason) > 5 for reason in reasons)
+
+
+def test_each_peer_has_a_name_for_tables() -> None:
+    assert {*PEERS, *NORM_PEERS, *ATTENTION_PEERS} <= NAMES.keys()
 
 
 def test_a_missing_peer_says_what_is_missing() -> None:
