@@ -5,7 +5,7 @@ python tools/prove_products.py pack PACK [--python PYTHON] [--triton 3.6.0]
                                                 compile what the array launches on an H100 or H200, without a GPU
 python tools/prove_products.py gpu PACK RECORD [--seconds 240] [--sequences 240]
                                                 run the array and sequences on this GPU, and record what was covered
-python tools/prove_products.py feature NAME           run a feature's values beside each other value on this CPU,
+python tools/prove_products.py feature NAME[=VALUE]   run a feature's values, or one, beside each other one,
                                                 by the reference, or by "triton" with TRITON_INTERPRET=1
 python tools/prove_products.py page                   write docs/products.md from results/products-h200.json
 
@@ -47,12 +47,14 @@ def draw_rows() -> None:
     print(f"wrote {len(rows)} rows to {cover.ARRAY}")
 
 
-def rows_of_feature(name: str, impl: str) -> Iterator[dict[str, str]]:
+def rows_of_feature(which: str, impl: str) -> Iterator[dict[str, str]]:
     """Go through the calls of a backend that have a value of a feature and another one's, in inference and training."""
     from products import calls, cover
     from products.table import FEATURES, names_a_call, plainest
 
-    for value, (other, feature) in itertools.product(FEATURES[name].values[1:], FEATURES.items()):
+    name, _, one = which.partition("=")
+    values = [one] if one else FEATURES[name].values[1:]
+    for value, (other, feature) in itertools.product(values, FEATURES.items()):
         for row in (plainest((name, value), (other, x)) for x in feature.values if other != name):
             for gradients in () if row is None else dict.fromkeys((row["gradients"], "all")):
                 made = {**row, "gradients": gradients}
@@ -62,8 +64,8 @@ def rows_of_feature(name: str, impl: str) -> Iterator[dict[str, str]]:
                     yield made
 
 
-def check_feature(name: str) -> None:
-    """Run a feature beside every other one, and print what is wrong."""
+def check_feature(which: str) -> None:
+    """Run a feature, or one value of it, beside every other one, and print what is wrong."""
     import torch
     from products import calls, run
 
@@ -71,7 +73,7 @@ def check_feature(name: str) -> None:
 
     impl = "triton" if gpu.is_interpreted() else "reference"
     n_calls = n_wrong = 0
-    for row in rows_of_feature(name, impl):
+    for row in rows_of_feature(which, impl):
         found = run.check(row, [impl], 0, torch.device("cpu"), calls.CPU, planned=0)
         n_calls, n_wrong = n_calls + found.calls, n_wrong + len(found.faults)
         for fault in found.faults:
