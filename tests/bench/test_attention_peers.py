@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,10 +261,11 @@ def test_transformer_engine_is_called_as_documented(monkeypatch: pytest.MonkeyPa
 
 
 def test_flashinfer_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    class BatchDecodeWithPagedKVCacheWrapper:
+    class Wrapper:
         def __init__(self, workspace: Tensor, kv_layout: str = "HND", *, use_tensor_cores: bool = False) -> None:
             assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
 
+    class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         def plan(
             self,
             indptr: Tensor,
@@ -293,14 +294,157 @@ def test_flashinfer_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> 
                 outs.append(attention(q[row][None, None], k, v, impl="reference")[:, 0])
             return torch.cat(outs)
 
-    wrapper = BatchDecodeWithPagedKVCacheWrapper
-    stand_in(monkeypatch, "flashinfer", BatchDecodeWithPagedKVCacheWrapper=wrapper)
+    class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
+        def plan(
+            self,
+            qo_indptr: Tensor,
+            kv_indptr: Tensor,
+            num_qo_heads: int,
+            num_kv_heads: int,
+            head_dim_qk: int,
+            *,
+            causal: bool = False,
+            window_left: int = -1,
+            q_data_type: Any = torch.float16,
+            kv_data_type: Any = None,
+        ) -> None:
+            assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
+            assert q_data_type == kv_data_type == torch.bfloat16
+            window = None if window_left < 0 else window_left + 1
+            self.options = {"cu_seqlens_q": qo_indptr, "causal": causal, "window": window}
+            self.heads = (num_qo_heads, num_kv_heads, head_dim_qk)
+
+        def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            assert (q.shape[1], k.shape[1], q.shape[2]) == self.heads
+            out: Tensor = attention(q, k, v, layout="thd", impl="reference", **self.options)
+            return out
+
+    names = BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+    stand_in(monkeypatch, "flashinfer", **{wrapper.__name__: wrapper for wrapper in names})
+    peer = ATTENTION_PEERS["flashinfer"]
+    assert peer.why_not(CACHE) == "a cache that is cut into pages of 16 tokens"
+    assert (peer.why_not(SMALL), peer.why_not(SMALL, True)) == (None, "no backward")
+    served = [case.name for case in FORMS if peer.why_not(case) is None]
+    assert served == [case.name for case in FORMS if case not in (CACHE, FORMS[3])]  # and no key lengths
+    assert complaints("flashinfer", torch.device("cpu"), backward=False) == []
     case = replace(CACHE, tokens=144, batch=5)
-    assert ATTENTION_PEERS["flashinfer"].why_not(case) is None
-    assert ATTENTION_PEERS["flashinfer"].why_not(CACHE) == "a cache that is cut into pages of 16 tokens"
     inputs = make_attention_inputs(case, torch.device("cpu"))
-    attend = ATTENTION_PEERS["flashinfer"].build(case, inputs)
+    attend = peer.build(case, inputs)
     assert AttentionGate(case, inputs).check(attend, "none", backward=False).complaint is None
+
+
+class GraphTensor:
+    """A tensor of cuDNN's Python graphs: dims (B, H, T, D), their strides, and offsets of packed sequences."""
+
+    def __init__(self, **known: Any) -> None:
+        self.offsets = self.dim = self.stride = None
+        vars(self).update(known)
+
+    def set_output(self, is_output: bool) -> "GraphTensor":
+        assert is_output
+        return self
+
+    def set_dim(self, dim: tuple[int, ...]) -> "GraphTensor":
+        self.dim = dim
+        return self
+
+    def set_stride(self, stride: tuple[int, ...]) -> "GraphTensor":
+        self.stride = stride
+        return self
+
+    def set_data_type(self, kind: str) -> None:
+        self.data_type = kind
+
+    def set_ragged_offset(self, offsets: "GraphTensor") -> None:
+        self.offsets = offsets
+
+
+class PyGraph:
+    """cuDNN's graph of one node, by the reference: it reads and writes memory by dims, strides and offsets alone."""
+
+    def __init__(self, *, io_data_type: str, intermediate_data_type: str, compute_data_type: str, handle: str) -> None:
+        assert (io_data_type, intermediate_data_type, compute_data_type) == ("BFLOAT16", "FLOAT", "FLOAT")
+        assert handle == "handle"
+
+    def tensor(self, *, name: str, dim: Any, stride: Any, data_type: str) -> GraphTensor:
+        return GraphTensor(name=name, dim=dim, stride=stride, data_type=data_type)
+
+    def sdpa(self, *, name: str, generate_stats: bool, **node: Any) -> list[Any]:
+        self.node, self.results = node, [GraphTensor(), GraphTensor() if generate_stats else None]
+        return self.results
+
+    def sdpa_backward(self, *, name: str, **node: Any) -> list[GraphTensor]:
+        room = node.pop("max_total_seq_len_q", None)
+        assert room == node.pop("max_total_seq_len_kv", None)
+        assert (room is None) == (node["q"].offsets is None)
+        self.node, self.results = node, [GraphTensor() for _ in range(3)]
+        return self.results
+
+    def build(self, heuristics: list[str]) -> None:
+        assert heuristics == ["A", "FALLBACK"]
+
+    def get_workspace_size(self) -> int:
+        return 0
+
+    def row_of(self, tensor: GraphTensor, memory: Tensor, row: int, length: int) -> Tensor:
+        """View one row, (T, H, D)."""
+        assert tensor.dim is not None
+        assert tensor.stride is not None
+        _, heads, _, features = tensor.dim
+        start = row * tensor.stride[0] if tensor.offsets is None else int(self.memory[tensor.offsets].flatten()[row])
+        strides = tensor.stride[2], tensor.stride[1], tensor.stride[3]
+        return memory.view(-1).as_strided((length, heads, features), strides, start)
+
+    def execute(self, memory: dict[GraphTensor, Tensor], workspace: Tensor, *, handle: str) -> None:
+        self.memory, node, is_backward = memory, self.node, "dO" in self.node
+        assert (node.get("use_padding_mask", False), handle) == ("seq_len_q" in node, "handle")
+        known = [node.get(f"seq_len_{side}") for side in ("q", "kv")]
+        lengths = [None if x is None else memory[x].flatten().tolist() for x in known]
+        options = {"causal": node.get("diagonal_band_right_bound") == 0, "window": node.get("diagonal_band_left_bound")}
+        assert node["attn_scale"] == node["q"].dim[-1] ** -0.5
+        for row in range(node["q"].dim[0]):
+            queries, keys = (node[x].dim[2] if of is None else of[row] for x, of in zip("qk", lengths, strict=True))
+            sizes = {"q": queries, "k": keys, "v": keys}
+            is_paged = "paged_attention_k_table" in node
+            whole = (self.row_of(node[x], memory[node[x]], row, size) for x, size in sizes.items())
+            leaves = [x.detach()[None].requires_grad_() for x in (self.read_pages(row, keys) if is_paged else whole)]
+            with torch.enable_grad():
+                out, lse = attention(*leaves, **options, return_lse=True, impl="reference")
+            found = [out, lse.transpose(1, 2)[..., None]]
+            if is_backward:
+                grad = self.row_of(node["dO"], memory[node["dO"]], row, queries)
+                stats = self.row_of(node["stats"], memory[node["stats"]], row, queries)
+                torch.testing.assert_close(stats, found[1][0].detach())
+                found = list(torch.autograd.grad(out, leaves, grad[None]))
+            for tensor, value in zip(self.results, found, strict=True):
+                if tensor is not None:
+                    if tensor.offsets is None:  # keys that are not there get zeros, as its own tests demand
+                        self.row_of(tensor, memory[tensor], row, tensor.dim[2]).zero_()
+                    self.row_of(tensor, memory[tensor], row, value.shape[1]).copy_(value[0].detach())
+
+    def read_pages(self, row: int, length: int) -> Iterator[Tensor]:
+        """View a row's query, and gather its keys and values."""
+        node = self.node
+        assert node["paged_attention_max_seq_len_kv"] >= length
+        yield self.row_of(node["q"], self.memory[node["q"]], row, 1)
+        for name in "kv":
+            pages, table = node[name], self.memory[node[f"paged_attention_{name}_table"]][row].flatten().tolist()
+            size = pages.dim[2]
+            assert len(table) * size == node["paged_attention_max_seq_len_kv"]
+            yield torch.cat([self.row_of(pages, self.memory[pages], page, size) for page in table])[:length]
+
+
+def test_cudnns_frontend_gets_graphs_that_say_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = SimpleNamespace(**{name: name for name in ("BFLOAT16", "HALF", "FLOAT", "INT32", "INT64")})
+    modes = SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    contents = {"pygraph": PyGraph, "data_type": kinds, "heur_mode": modes, "create_handle": lambda: "handle"}
+    stand_in(monkeypatch, "cudnn", **contents)
+    peer, device = ATTENTION_PEERS["cudnn_frontend"], torch.device("cpu")
+    assert [case.name for case in FORMS if peer.why_not(case, True) is not None] == ["cache"]  # not cut into pages
+    assert complaints("cudnn_frontend", device) == []
+    case = replace(CACHE, tokens=144)
+    inputs = make_attention_inputs(case, device)
+    assert AttentionGate(case, inputs).check(peer.build(case, inputs), "none", backward=False).complaint is None
 
 
 def test_transformers_whole_matrices_are_of_short_sequences() -> None:

@@ -103,9 +103,13 @@ def candidates_of(
         return [our_candidate(case, inputs, impl, setting, **more) for impl in of for setting in settings]
 
     def peer_candidate(peer: Peer) -> AttentionCandidate:
-        reason, setting = peer.why_not(case), "rerope" if peer.rerope else "none"
+        setting = "rerope" if peer.rerope else "none"
+
+        def choose(backward: bool) -> tuple[str | None, str | None]:
+            return None, peer.why_not(case, backward)
+
         build = functools.cache(functools.partial(peer.build, case, inputs))
-        return AttentionCandidate(case, inputs, peer.name, setting, setting, "peer", lambda _: (None, reason), build)
+        return AttentionCandidate(case, inputs, peer.name, setting, setting, "peer", choose, build)
 
     def rotate_first(build: Callable[[], Attend]) -> Attend:
         rotation, attend = rotate(), build()

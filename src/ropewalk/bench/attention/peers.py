@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ropewalk.bench.attention.cases import AttentionCase, AttentionInputs
+from ropewalk.bench.attention.cudnn_graph import CudnnGraphs
 from ropewalk.bench.attention.gate import Attend
 from ropewalk.bench.rope.gate import rotate_plainly
 from ropewalk.bench.rope.peers import compile_whole, peers_of
@@ -128,24 +129,43 @@ def _xformers(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
 
 
 def _flashinfer(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
-    """Plan once, as a model does for all its layers, and build the call; each row's pages are in their order."""
-    lengths, device, pages_of_row = inputs.key_lengths, inputs.q.device, case.tokens // _PAGE
-    assert lengths is not None
-    counts = (lengths + _PAGE - 1) // _PAGE
-    page_idx = torch.arange(pages_of_row, device=device)
-    pages = torch.arange(case.batch, device=device)[:, None] * pages_of_row + page_idx
-    indices, last_lengths = pages[page_idx < counts[:, None]].int(), (lengths - (counts - 1) * _PAGE).int()
-    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=device)  # as its documentation has it
-    wrapper = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=case.group >= 4)
-    shape = F.pad(counts.cumsum(0), (1, 0)).int(), indices, last_lengths, case.q_heads, case.k_heads, case.head_dim
-    wrapper.plan(*shape, _PAGE, q_data_type=case.torch_dtype, kv_data_type=case.torch_dtype)
+    """Plan once, as a model does for all its layers, and build the call."""
+    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=inputs.q.device)  # as its documentation has it
+    dtypes = {"q_data_type": case.torch_dtype, "kv_data_type": case.torch_dtype}
+    heads = case.q_heads, case.k_heads, case.head_dim
+    if case.form == "cache":
+        wrapper = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=case.group >= 4)
+        wrapper.plan(*_pages_in_order(case, inputs), *heads, _PAGE, **dtypes)
+    else:
+        starts = inputs.cu_seqlens
+        if starts is None:
+            starts = torch.arange(case.batch + 1, dtype=torch.int32, device=inputs.q.device) * case.tokens
+        wrapper = lib.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        before = {} if case.window is None else {"window_left": case.window - 1}
+        wrapper.plan(starts, starts, *heads, causal=case.causal, **before, **dtypes)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = (x.unflatten(1, (-1, _PAGE)).flatten(0, 1) for x in (k, v))
-        out: Tensor = wrapper.run(q[:, 0], (keys, values))
-        return out[:, None]
+        if case.form == "cache":
+            keys, values = (x.unflatten(1, (-1, _PAGE)).flatten(0, 1) for x in (k, v))
+            return wrapper.run(q[:, 0], (keys, values))[:, None]  # type: ignore[no-any-return]
+        out: Tensor = wrapper.run(*(x.flatten(0, -3) for x in (q, k, v)))
+        return out.view(q.shape)
 
     return call
+
+
+def _pages_in_order(case: AttentionCase, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where each row's pages begin, their numbers, and the tokens of each row's last one."""
+    lengths, device, pages_of_row = inputs.key_lengths, inputs.q.device, case.tokens // _PAGE
+    assert lengths is not None
+    counts, page_idx = (lengths + _PAGE - 1) // _PAGE, torch.arange(pages_of_row, device=device)
+    pages = torch.arange(case.batch, device=device)[:, None] * pages_of_row + page_idx
+    indices, last_lengths = pages[page_idx < counts[:, None]].int(), (lengths - (counts - 1) * _PAGE).int()
+    return F.pad(counts.cumsum(0), (1, 0)).int(), indices, last_lengths
+
+
+def _cudnn_graph(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    return CudnnGraphs(lib, case, inputs, _PAGE).attend
 
 
 def _huggingface(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
@@ -184,7 +204,7 @@ def _eager(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
     return call
 
 
-def _limits(case: AttentionCase) -> dict[str, Any]:
+def _limits(case: AttentionCase, backward: bool = False) -> dict[str, Any]:
     gib, padded, windowed = f"{case.score_gib:.0f} GiB", case.padded, case.window is not None
     dense, caches, dims = case.form == "dense", case.form == "cache", {case.head_dim, case.out_head_dim}
     far = case.far_window is not None and case.causal and not padded and dense
@@ -193,9 +213,9 @@ def _limits(case: AttentionCase) -> dict[str, Any]:
         "unpacked": case.form == "packed" and "packed sequences are not dense tensors",
         "whole": (not dense or padded) and "dense tensors without lengths alone",
         "plain": (not dense or padded or windowed) and "dense tensors without lengths or a window alone",
-        "caches": not caches and "caches alone: it has no backward",
+        "forward": backward and "no backward",
         "default": not caches and "caches alone: elsewhere it takes one of the others",
-        "paged": case.tokens % _PAGE and f"a cache that is cut into pages of {_PAGE} tokens",
+        "paged": caches and case.tokens % _PAGE and f"a cache that is cut into pages of {_PAGE} tokens",
         "unpadded": padded and "no key lengths for dense tensors",
         "windowless": windowed and "no window",
         "masked": windowed and "a window is a mask of its own to it",
@@ -216,12 +236,13 @@ ATTENTION_PEERS = peers_of(
     _limits,
     ("flex", "torch.nn.attention.flex_attention", "torch", True, "", _flex),
     ("cudnn", "torch", "torch", True, "masked unpacked", partial(_sdpa, "cudnn")),
+    ("cudnn_frontend", "cudnn", "nvidia-cudnn-frontend", True, "paged dtype", _cudnn_graph),
     ("flash_attn_4", "flash_attn.cute", "flash-attn-4", True, "unpadded dtype", _flash_4),
     ("flash_attn_3", "flash_attn_interface", "flash_attn_3", True, "unpadded dtype", _flash_2),
     ("flash_attn_2", _FLASH_2, "flash-attn", True, "square unpadded dtype", _flash_2),
     ("transformer_engine", "transformer_engine.pytorch", "transformer-engine", True, "whole dtype", _te),
     ("xformers", "xformers.ops", "xformers", True, "plain grouped square", _xformers),
-    ("flashinfer", "flashinfer", "flashinfer-python", True, "caches dims paged dtype", _flashinfer),
+    ("flashinfer", "flashinfer", "flashinfer-python", True, "forward dims paged dtype unpadded", _flashinfer),
     ("huggingface", _LLAMA, "transformers", False, "unpacked slow", _huggingface),
     ("sdpa_flash", "torch", "torch", False, "dense square windowless unpadded", partial(_sdpa, "sdpa_flash")),
     ("sdpa_default", "torch", "torch", False, "default", partial(_sdpa, "sdpa_default")),

@@ -19,6 +19,7 @@ NAMES = {
     "flashinfer": "FlashInfer",
     "vllm": "vLLM",
     "cudnn": "cuDNN",
+    "cudnn_frontend": "cuDNN by its Python frontend",
     "transformer_engine": "Transformer Engine",
     "xformers": "xFormers",
     "flex": "FlexAttention",
