@@ -129,6 +129,24 @@ def test_tasks_run_side_by_side_and_join(folder, capsys):
     assert sum("impl" in line for line in lines) == 4
 
 
+def test_newer_runs_replace_those_of_their_names_and_the_others_stay(tmp_path):
+    def write(name, **commits):
+        runs = ({**RUN, "name": run, "commit": commit} for run, commit in commits.items())
+        lines = [line for run in runs for line in (run, {"case": {"of": run["commit"]}}, {"end": "now"})]
+        path = tmp_path / name
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return path
+
+    record, newer = write("rope-h200.jsonl", a="1", b="1", c="1"), write("newer.jsonl", b="2", d="2")
+    record_all.update(record, newer)
+    assert record.read_text() == write("expected.jsonl", a="1", b="2", c="1", d="2").read_text()
+    record_all.update(tmp_path / "first.jsonl", newer)
+    assert (tmp_path / "first.jsonl").read_text() == newer.read_text()
+    newer.write_text(newer.read_text().replace("NVIDIA H200", "NVIDIA H100"))
+    with pytest.raises(SystemExit, match="must be of one GPU"):
+        record_all.update(record, newer)
+
+
 def test_host_timed_tasks_start_when_others_ended_one_at_a_time(folder, capsys):
     host_timed = [Task(name, "rope", "1", 9, is_host_timed=True) for name in "cd"]
     tasks = (*host_timed, Task("a", "rope", "2", 9), Task("b", "rope", "0", 9))

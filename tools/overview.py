@@ -76,6 +76,7 @@ class Comparison:
     ours: float
     choice: Choice | None
     peers: dict[str, float]
+    run: dict[str, Any]  # the line about it
 
     @property
     def record(self) -> str:
@@ -86,7 +87,7 @@ def compare(line: Line) -> Comparison | None:
     """Look up a line's times; None: ours or no peer was measured."""
     book = books()[0]
     if line.variant:
-        rows = book.find("rope", line.case, line.mode, line.variant).values()
+        rows = [*book.find("rope", line.case, line.mode, line.variant).values()]
         times = {
             (row["kind"], row["impl"]): time
             for row in rows
@@ -94,12 +95,16 @@ def compare(line: Line) -> Comparison | None:
         }
         ours = times.get(("ours", "native"), times.get(("ours", "triton")))
         peers, choice = {name: time for (kind, name), time in times.items() if kind == "peer"}, None
+        lead = rows[0] if rows else None
     else:
         leads = {(one.lead["case"]["name"], one.lead["mode"]): one for one in hot_choices(book)}
         choice = leads.get((line.case, line.mode))
         kernels = None if choice is None else choice.picks[0]
         ours, peers = None if kernels is None else kernels[0], {} if choice is None else choice.peers
-    return None if ours is None or not peers else Comparison(line, ours, choice, peers)
+        lead = None if choice is None else choice.lead
+    return (
+        None if lead is None or ours is None or not peers else Comparison(line, ours, choice, peers, book.run_of(lead))
+    )
 
 
 def comparisons() -> list[Comparison]:
@@ -131,7 +136,7 @@ def make_overview(found: Sequence[Comparison], models: Sequence[Gain] = ()) -> s
             "the table has two usual ones, the best and the worst."
         )
     names = {name for one in found if one.line.in_table for name in one.peers}.union(*(one.timed for one in models))
-    runs = [run for name in ("rope", "attention") for run in books()[0].runs[name]]
+    runs = [one.run for one in found if one.line.in_table]
     runs += [books()[0].run_of(one.lead) for one in models]
     return "\n".join(lines) + "\n\n" + fold([*said, *name_measured(names, runs)])
 

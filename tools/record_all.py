@@ -1,11 +1,12 @@
 """Measure everything that the pages show, on all GPUs of a machine, into one record a benchmark.
 
 python tools/record_all.py FOLDER [--plan] [--limit 560] [--only attention,host] [--gpus 4] [--quick]
-    [--device h200] [--needs flash_attn.cute,quack,liger_kernel]
+    [--device h200] [--needs flash_attn.cute,quack,liger_kernel] [--into results]
 
 A task is one process on one GPU with a record of its own, FOLDER/parts/TASK.jsonl, and its output beside that. Tasks
 whose times are the host's run last, one at a time. Call it again to go on: a task is done when its record has its end.
 Each call joins the parts into FOLDER/BENCHMARK-GPU.jsonl: copy those to results/, then run `python tools/overview.py`.
+With --into they go into the records of a folder instead: a run replaces the one of its name, and the others stay.
 """
 
 from __future__ import annotations
@@ -180,6 +181,26 @@ class Folder:
         return [self.path / name for name in found]
 
 
+def update(record: Path, newer: Path) -> None:
+    """Put the runs of a newer record into another: each replaces the one of its name, and the others stay."""
+    runs = {**_runs_of(record), **_runs_of(newer)} if record.exists() else _runs_of(newer)
+    devices = {json.loads(lines[0])["device"] for lines in runs.values()}
+    if len(devices) > 1:
+        raise SystemExit(f"{record} is of {', '.join(sorted(devices))}, but must be of one GPU")
+    record.write_text("".join(f"{line}\n" for lines in runs.values() for line in lines), encoding="utf-8")
+
+
+def _runs_of(record: Path) -> dict[str, list[str]]:
+    """Return the lines of each run by its name, in their order."""
+    runs = dict[str, list[str]]()
+    for line in record.read_text(encoding="utf-8").splitlines():
+        parsed = json.loads(line)
+        if "format" in parsed:
+            lines = runs[str(parsed.get("name", record.stem))] = []
+        lines.append(line)
+    return runs
+
+
 def why_not_here(device: str, gpu: str, modules: Sequence[str]) -> str | None:
     """Say why a run would not be the one that is wanted: by the GPU's name in records, and modules of peers."""
     if device and short_name(gpu) != device:
@@ -292,6 +313,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small cases on a CPU, for correctness")
     parser.add_argument("--device", default="", help="stop where the GPU has another name, as in names of records")
     parser.add_argument("--needs", default="", help="modules of peers, with commas between: stop where one is missing")
+    parser.add_argument("--into", type=Path, help="a folder of records whose runs of the same names are replaced")
     options = parser.parse_args()
     folder, names = Folder(options.folder), options.only.split(",")
     every = QUICK if options.quick else TASKS
@@ -316,6 +338,8 @@ def main() -> None:
     run(tasks, folder, gpus, options.limit)
     for path in folder.join(every):
         print(f"record: {path}")
+        if options.into is not None:
+            update(options.into / path.name, path)
     left = [task.name for task in every if not folder.is_done(task)]
     print(f"left: {', '.join(left)}" if left else "all is measured")
 

@@ -548,7 +548,7 @@ def blocks(book: Book) -> Table:
     headings = (
         x for way in ("forward", "backward") for x in (f"{way}, ms", f"{way}, TFLOP/s", "Triton", "FlexAttention")
     )
-    plain = {"benchmark": "blocks", "run": 0, "mode": "", "time": {}}  # its rows have a schema of their own
+    plain = {"benchmark": "blocks", "run": 0, "case": {}, "mode": "", "time": {}}  # its rows have a schema of their own
     beside = [{**plain, **row, "kind": "peer"} for row in rows.values() if row.get("impl") in NAMES]
     return Table(["mask", *headings], found, (2, 6), beside=beside)
 
@@ -732,9 +732,11 @@ def make(name: str, folder: Path = RESULTS) -> str:
     text = tables[card].render({book.card: tables[book] for book in others if tables[book].rows})
     if tables[card].beside is None:
         return text
-    rows = [(book, row) for book, table in tables.items() for row in table.beside or ()]
-    runs = {id(run): run for run in (book.run_of(row) for book, row in rows)}
-    return f"{text}\n{fold(name_measured((row['impl'] for _, row in rows if is_peer(row)), runs.values()))}"
+    timed, runs = list[str](), list[Row]()
+    for book, table in tables.items():
+        timed += [row["impl"] for row in table.beside or () if is_peer(row)]
+        runs += [book.run_of(rows[0]) for rows in groups(table.beside or ())]
+    return f"{text}\n{fold(name_measured(timed, runs))}"
 
 
 def is_peer(row: Row) -> bool:

@@ -31,6 +31,7 @@ from ropewalk.bench.report.gains import (  # noqa: E402
     taken,
 )
 from ropewalk.bench.report.page import duration, render  # noqa: E402
+from ropewalk.bench.report.peers import name_measured  # noqa: E402
 from ropewalk.bench.rope.cases import CASES as ROTATIONS  # noqa: E402
 from ropewalk.cli import app  # noqa: E402
 from ropewalk.ops.attention.backends import CUDNN_FIRST, GLUON_FIRST, Rule  # noqa: E402
@@ -114,6 +115,25 @@ def test_the_page_says_which_libraries_were_measured_and_which_were_not(tmp_path
     said = "Other libraries that were measured: FlashAttention-4 4.0.0b36 (a beta). "
     assert f"{said}Not installed, and so not measured: FlashAttention-3." in page
     assert "Against the best other library that was measured, Ropewalk is faster in 1 of 1 comparisons" in page
+
+
+def test_a_library_that_some_cases_lacked_is_named_with_the_number_of_those_that_had_it() -> None:
+    missing, base = "missing: flashinfer is not installed", {"benchmark": "attention", "torch": "2.11.0+cu130"}
+    old = {**base, "peers": {"cudnn": "2.11.0", "flashinfer": missing}}
+    new = {**base, "peers": {"cudnn": "2.11.0", "cudnn_frontend": "1.32.0", "flashinfer": "0.7.4"}}
+    norm = {**base, "benchmark": "rope", "peers": {"compiled": "2.11.0"}}  # a benchmark that never asks for it
+    few = {**base, "peers": {"cudnn": "2.11.0"}}  # and a run that asked for one library
+    timed = ("cudnn", "cudnn_frontend", "flashinfer")
+    [said] = name_measured(timed, [old, old, new, norm, few])
+    frontend = "cuDNN by its Python frontend 1.32.0 (in 1 of 3 cases)"
+    assert said == f"Other libraries that were measured: FlashInfer 0.7.4 (in 1 of 3 cases), cuDNN, {frontend}."
+    [said] = name_measured(timed, [new, new])
+    assert "cases" not in said
+    first, last = name_measured(("cudnn",), [old])
+    assert (first, last) == (
+        "Other libraries that were measured: cuDNN.",
+        "Not installed, and so not measured: FlashInfer.",
+    )
 
 
 def test_a_newer_run_decides_if_it_timed_the_best_peer(tmp_path: Path) -> None:

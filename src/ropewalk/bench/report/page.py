@@ -70,7 +70,12 @@ def render(records: Sequence[Record]) -> str:
     records = _with_devices(records)
     rows = [row for record in records for row in record.rows]
     runs = [(record.path.stem, run) for record in records for run in record.runs]
+    of_paths = {str(record.path): record.runs for record in records}
     gains, groups = g.find_gains(rows), dict[str, list[Gain]]()
+
+    def run_of(gain: Gain) -> dict[str, Any]:
+        return of_paths[gain.lead["path"]][gain.lead["run"]]
+
     for gain in gains:
         if gain.outcome in _LOOKS:
             groups.setdefault(gain.title, []).append(gain)
@@ -91,7 +96,7 @@ def render(records: Sequence[Record]) -> str:
         counts=counts,
         n_lengths=len(lengths),
         n_compared=sum(counts[outcome] for outcome in _LOOKS),
-        measured=name_measured({name for gain in gains for name in gain.timed}, (run for _, run in runs)),
+        measured=name_measured({name for gain in gains for name in gain.timed}, map(run_of, gains)),
         same=g.SAME,
         choices=[choice for choice in g.newest_choices(records) if choice.lead.get("protocol") == "hot"],
         choice_peers=CHOICE_PEERS,

@@ -35,28 +35,55 @@ NAMES = {
 # PyTorch's operators one by one, as models' own code has them: tables show them, and no verdict is against them.
 EAGER = frozenset({"huggingface", "RoPE + eager", "eager"})
 _MISSING = "missing"
+_NONE = "No other library was measured."
 _BETA = re.compile(r"\d(a|b|rc|\.dev)\d")
 
 
 def name_measured(timed: Iterable[str], runs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Say in sentences which libraries were timed and, by what the runs say, which known ones were not installed."""
-    known, missing = {*timed} - EAGER, dict[str, None]()
-    versions: dict[str, dict[str, None]] = {}
-    for run in runs:
-        for peer, version in (run.get("peers") or {}).items():
-            if str(version).startswith(_MISSING):
-                missing.setdefault(peer)
-            elif not str(run.get("torch", "")).startswith(version):  # PyTorch's own parts have its version
-                versions.setdefault(peer, {})[version] = None
+    """Say in sentences which libraries were timed and, by what the runs say, which known ones were not installed.
+
+    There is a run for each case, the same one for several: a library that was installed for some alone is named with
+    their number.
+    """
+    known, runs = {*timed} - EAGER, list(runs)
+    found = [peer for run in runs for peer in run.get("peers") or {}]
     # A library may have several names, and its version under one of them.
-    by_name: dict[str, dict[str, None]] = {}
+    by_name: dict[str, list[str]] = {}
     for peer in (peer for peer in NAMES if peer in known):
-        by_name.setdefault(NAMES[peer], {}).update(versions.get(peer, {}))
-    said = [name if not of else f"{name} {_versions(of)}" for name, of in by_name.items()]
+        by_name.setdefault(NAMES[peer], []).append(peer)
+    said = [_describe(name, peers, runs) for name, peers in by_name.items()]
+    missing = {peer for peer in found if any(_is_missing(run, peer) for run in runs)}
     absent = dict.fromkeys(name for peer, name in NAMES.items() if peer in missing and name not in by_name)
-    found = [f"Other libraries that were measured: {', '.join(said)}."] if said else ["No other library was measured."]
-    return [*found, f"Not installed, and so not measured: {', '.join(absent)}."] if absent else found
+    sentences = [f"Other libraries that were measured: {', '.join(said)}."] if said else [_NONE]
+    return [*sentences, f"Not installed, and so not measured: {', '.join(absent)}."] if absent else sentences
 
 
-def _versions(versions: Iterable[str]) -> str:
-    return " and ".join(f"{version} (a beta)" if _BETA.search(version) else version for version in versions)
+def _is_missing(run: Mapping[str, Any], peer: str) -> bool:
+    return str((run.get("peers") or {}).get(peer, "")).startswith(_MISSING)
+
+
+def _describe(name: str, peers: Iterable[str], runs: Iterable[Mapping[str, Any]]) -> str:
+    """Name a library with its versions and, where some cases lacked it, the number of those that had it."""
+    with_it = [run for run in runs if any(peer in (run.get("peers") or {}) for peer in peers)]
+    had = [run for run in with_it if not all(_is_missing(run, peer) for peer in peers if peer in run["peers"])]
+    # A run that names a missing library looked for all that were known: one that it does not name came later.
+    benchmarks = {run["benchmark"] for run in with_it}
+    looked = [run for run in runs if run["benchmark"] in benchmarks and _looked_for_all(run)]
+    cases = {id(run): run for run in (*with_it, *looked)}
+    count = sum(id(run) in cases for run in runs)
+    versions = dict.fromkeys(
+        run["peers"][peer]
+        for run in had
+        for peer in peers
+        # PyTorch's own parts have its version.
+        if peer in run["peers"]
+        and not _is_missing(run, peer)
+        and not str(run.get("torch", "")).startswith(run["peers"][peer])
+    )
+    texts = [f"{version} (a beta)" if _BETA.search(version) else version for version in versions]
+    named = " ".join([name, *([" and ".join(texts)] if texts else [])])
+    return named if len(had) in (0, count) else f"{named} (in {len(had)} of {count} cases)"
+
+
+def _looked_for_all(run: Mapping[str, Any]) -> bool:
+    return any(_is_missing(run, peer) for peer in run.get("peers") or {})
