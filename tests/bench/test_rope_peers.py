@@ -3,10 +3,11 @@
 A stand-in has the signature, layout and in-place behaviour that the library documents, in plain PyTorch.
 """
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,31 @@ def test_a_broken_peer_is_not_usable_and_its_message_stays_out(monkeypatch: pyte
 
     monkeypatch.setattr(importlib, "import_module", fail)
     assert find_peer(PEERS["compiled"], torch.device("cpu")) == (None, "torch does not import: OSError")
+
+
+def test_xformers_imports_beside_flash_attention_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4 is in `flash_attn` too, which xFormers takes for FlashAttention-2."""
+    for package, text in (
+        ("flash_attn", ""),
+        ("xformers", ""),
+        (
+            "xformers/ops",
+            "import importlib.util\nif importlib.util.find_spec('flash_attn'):\n    import flash_attn.more",
+        ),
+    ):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("flash_attn", "xformers", "xformers.ops"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    peer, find = replace(PEERS["xformers"], needs_gpu=False), importlib.util.find_spec
+    assert find_peer(peer, torch.device("cpu"))[1] is None
+    assert importlib.util.find_spec is find
+    (tmp_path / "flash_attn_2_cuda.py").touch()
+    for name in ("xformers", "xformers.ops"):
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    assert find_peer(peer, torch.device("cpu")) == (None, "flash_attn.more is not installed")
 
 
 # Stand-ins

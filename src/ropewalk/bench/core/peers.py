@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -18,12 +19,28 @@ class Library:
     needs_gpu: bool
 
 
+def load_module(name: str) -> ModuleType:
+    """Import a peer's module.
+
+    FlashAttention-4 is in the package `flash_attn` too. xFormers takes any such package for FlashAttention-2 and would
+    not import: without the compiled part of that, it sees none, and takes PyTorch's FlashAttention-2.
+    """
+    find = importlib.util.find_spec
+    if name.partition(".")[0] != "xformers" or find("flash_attn_2_cuda") is not None:
+        return importlib.import_module(name)
+    importlib.util.find_spec = lambda name, package=None: None if name == "flash_attn" else find(name, package)
+    try:
+        return importlib.import_module(name)
+    finally:
+        importlib.util.find_spec = find
+
+
 def find_peer(peer: Library, device: torch.device) -> tuple[str | None, str | None]:
     """Return (version, None) if the peer can be used on `device`, otherwise (None, why not)."""
     if peer.needs_gpu and device.type != "cuda":
         return None, "needs a GPU"
     try:
-        importlib.import_module(peer.module)
+        load_module(peer.module)
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed"
     except Exception as error:  # a broken installation raises anything; the message may hold paths of this machine
