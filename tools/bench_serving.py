@@ -2,8 +2,9 @@
 
 python tools/bench_serving.py [decode] [append] [prefill] [host] [--page-size 16] [--out FILE]
 
-Each call is checked against the definition in float64 before it is timed, in CUDA graphs. One table is printed; `--out`
-writes the rows as a record, as results/ has them.
+Each call is checked against the definition in float64 before it is timed, in CUDA graphs. FlashInfer, where it is
+installed, decodes from the same bfloat16 and float8 pages in the same rounds. One table is printed; `--out` writes the
+rows as a record, as results/ has them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import ropewalk.ops.rope.rotary_embedding  # noqa: F401  registers its operator
 from ropewalk import QKNorm, append_kv, attention
+from ropewalk.bench.attention.peers import ATTENTION_PEERS
+from ropewalk.bench.core.peers import find_peer, load_module
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.timing import Call, Quantiles, time_graphs, time_host
 from ropewalk.ops.attention.reference import read_pages
@@ -30,6 +34,16 @@ BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1 + 4 / D, "int4": 0.5 + 2 / 32}  # of
 ATTEND_ERROR = 2e-2
 APPEND_ERROR = {"bf16": 2**-8, "fp8": 2**-4, "int8": 1 / 200, "int4": 1 / 12}
 DEVICE = torch.device("cuda")
+OURS, FLASHINFER = "ours", "flashinfer"
+PEER_FORMATS = ("bf16", "fp8")  # that FlashInfer's decoding reads too
+
+
+@functools.cache
+def find_flashinfer() -> tuple[Any, dict[str, str]]:
+    """Return FlashInfer, or None, and what the line about the run says of it."""
+    peer = ATTENTION_PEERS[FLASHINFER]
+    version, reason = find_peer(peer, DEVICE)
+    return None if version is None else load_module(peer.module), {FLASHINFER: version or f"missing: {reason}"}
 
 
 class Pages(NamedTuple):
@@ -48,6 +62,7 @@ class Row(NamedTuple):
     time: Quantiles
     error: float
     bytes_moved: float
+    peer: str = ""  # another library
 
 
 def empty_pages(kind: str, n_pages: int, page_size: int) -> Pages:
@@ -104,16 +119,39 @@ def error_of(out: Tensor, q: Tensor, pages: Pages, table: Tensor, lengths: Tenso
     return worst
 
 
-def time_call(call: Call) -> Quantiles:
-    """Time a call in a CUDA graph."""
-    times, failures = time_graphs({"call": call}, DEVICE, calls_per_graph=10, replays=30)
-    if failures:
-        raise RuntimeError(f"the call cannot be captured: {failures['call']}")
-    return times["call"]
+def time_calls(calls: dict[str, Call]) -> dict[str, Quantiles]:
+    """Time calls in CUDA graphs, in the same rounds; one of another library that cannot be captured is left out."""
+    times, failures = time_graphs(calls, DEVICE, calls_per_graph=10, replays=30)
+    for name, error in failures.items():
+        if name == OURS:
+            raise RuntimeError(f"the call cannot be captured: {error}")
+        print(f"{name} cannot be captured: {error}")
+    return times
+
+
+def plan_flashinfer(lib: Any, q: Tensor, pages: Pages, table: Tensor, lengths: Tensor) -> Call:
+    """Plan FlashInfer's decoding from pages, as a model does for all its layers, and return the call."""
+    page_size = pages.k.shape[1]
+    counts = (lengths + page_size - 1) // page_size
+    is_there = torch.arange(table.shape[1], device=DEVICE) < counts[:, None]
+    last = (lengths - (counts - 1) * page_size).int()
+    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=DEVICE)  # as its documentation has it
+    wrapper = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=HEADS // KV_HEADS >= 4)
+    starts = F.pad(counts.cumsum(0), (1, 0)).int()
+    dtypes = {"q_data_type": q.dtype, "kv_data_type": pages.k.dtype}
+    wrapper.plan(starts, table[is_there], last, HEADS, KV_HEADS, D, page_size, **dtypes)
+    scales = {name: float(scale) for name, scale in pages.scales.items()}
+    return lambda: wrapper.run(q[:, 0], (pages.k, pages.v), **scales)[:, None]
 
 
 def attend_rows(
-    name: str, queries: int, lengths: Tensor, page_size: int, kinds: list[str], longest: int = 8192
+    name: str,
+    queries: int,
+    lengths: Tensor,
+    page_size: int,
+    kinds: list[str],
+    longest: int = 8192,
+    flashinfer: Any = None,
 ) -> Iterator[Row]:
     """Attend to pages of rows with these lengths, of which the last `queries` tokens ask, by what the choice takes."""
     per_row, n_rows = longest // page_size, len(lengths)
@@ -123,26 +161,36 @@ def attend_rows(
         q = torch.randn(n_rows, queries, HEADS, D, device=DEVICE).bfloat16()
         keywords = {"causal": True, "key_lengths": lengths, "query_starts": lengths - queries, "block_table": table}
         call = functools.partial(attention, q, pages.k, pages.v, **keywords, **pages.scales)
-        error = error_of(call(), q, pages, table, lengths, n_rows - 1)
+        calls: dict[str, Call] = {OURS: call}
+        if flashinfer is not None and kind in PEER_FORMATS:
+            calls[FLASHINFER] = plan_flashinfer(flashinfer, q, pages, table, lengths)
+        errors = {one: error_of(calls[one](), q, pages, table, lengths, n_rows - 1) for one in calls}
+        if errors.get(FLASHINFER, 0.0) > ATTEND_ERROR:
+            print(f"{name}, {kind}: {FLASHINFER}'s error is {errors[FLASHINFER]:.2e}, so it is not timed")
+            del calls[FLASHINFER]
+        times = check(name, kind, errors[OURS], ATTEND_ERROR, calls)
         n_bytes = float(lengths.sum()) * 2 * KV_HEADS * D * BYTES[kind]
-        yield Row(name, kind, check(name, kind, error, ATTEND_ERROR, call), error, n_bytes)
+        for one, time in times.items():
+            yield Row(name, kind, time, errors[one], n_bytes, "" if one == OURS else one)
 
 
-def check(name: str, kind: str, error: float, most: float, call: Call) -> Quantiles:
-    """Time a call whose error is within bounds."""
+def check(name: str, kind: str, error: float, most: float, calls: dict[str, Call]) -> dict[str, Quantiles]:
+    """Time calls, ours with an error within bounds."""
     if not error <= most:
         raise SystemExit(f"{name}, {kind}: the error is {error:.2e}, but must be up to {most:.2e}")
-    return time_call(call)
+    return time_calls(calls)
 
 
 def decode(page_size: int, kinds: list[str]) -> Iterator[Row]:
     """Decode 64 and eight rows of 1024 to 8192 keys, and one and eight rows of 8192."""
     for n_rows in (64, 8):
         lengths = torch.randint(1024, 8193, (n_rows,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        yield from attend_rows(f"decode {n_rows} rows, 1k to 8k keys", 1, lengths, page_size, kinds)
+        name = f"decode {n_rows} rows, 1k to 8k keys"
+        yield from attend_rows(name, 1, lengths, page_size, kinds, flashinfer=find_flashinfer()[0])
     for n_rows in (1, 8):
         lengths = torch.full((n_rows,), 8192, device=DEVICE)
-        yield from attend_rows(f"decode {n_rows} rows, 8192 keys", 1, lengths, page_size, kinds)
+        name = f"decode {n_rows} rows, 8192 keys"
+        yield from attend_rows(name, 1, lengths, page_size, kinds, flashinfer=find_flashinfer()[0])
 
 
 def prefill(page_size: int, kinds: list[str]) -> Iterator[Row]:
@@ -156,7 +204,7 @@ def prefill(page_size: int, kinds: list[str]) -> Iterator[Row]:
     call = functools.partial(attention, q, k, v, causal=True)
     error = error_of(call(), q, pages, table, lengths, 0)
     name = "prefill 2048 over 8192 keys"
-    yield Row(name, "contiguous", check(name, "contiguous", error, ATTEND_ERROR, call), error, 0.0)
+    yield Row(name, "contiguous", check(name, "contiguous", error, ATTEND_ERROR, {OURS: call})[OURS], error, 0.0)
 
 
 def append_call(kind: str, n_tokens: int, page_size: int) -> tuple[Pages, Tensor, dict[str, Any], Callable[[], Any]]:
@@ -190,7 +238,8 @@ def append(page_size: int, kinds: list[str]) -> Iterator[Row]:
             error = max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
             n_bytes = n_tokens * D * (4 * HEADS + 2 * KV_HEADS * (2 + BYTES[kind]))
             name = f"append {n_tokens} tokens"
-            yield Row(name, kind, check(name, kind, error, APPEND_ERROR[kind], call), error, n_bytes)
+            time = check(name, kind, error, APPEND_ERROR[kind], {OURS: call})[OURS]
+            yield Row(name, kind, time, error, n_bytes)
 
 
 def host(page_size: int, kinds: list[str]) -> Iterator[Row]:
@@ -220,7 +269,8 @@ def main() -> None:
     print(torch.cuda.get_device_name(), f"pages of {options.page_size}; time in µs, beside bf16's; GB/s")
     record = None
     if options.out is not None:
-        run = describe_run("serving", DEVICE, {})
+        asks = "decode" in options.groups
+        run = describe_run("serving", DEVICE, find_flashinfer()[1] if asks else {})
         record = RecordWriter(options.out, {**run, "seed": 0, "options": {"page_size": options.page_size}})
     for group in options.groups:
         of_bf16: dict[str, float] = {}
@@ -228,13 +278,15 @@ def main() -> None:
             time = row.time.p50
             of_bf16.setdefault(row.case, time)
             ratio, rate = time / of_bf16[row.case], row.bytes_moved / time / 1e3
-            print(f"{row.case:30} {row.kind:16} {time:9.2f} {ratio:6.3f} {rate:7.0f} error {row.error:.1e}", flush=True)
+            kind = f"{row.kind} {row.peer}".strip()
+            print(f"{row.case:30} {kind:16} {time:9.2f} {ratio:6.3f} {rate:7.0f} error {row.error:.1e}", flush=True)
             if record is not None:
                 record.append(
                     {
                         "case": {"name": row.case, "page_size": options.page_size, "q_heads": HEADS,
                                  "k_heads": KV_HEADS, "head_dim": D, "dtype": "bfloat16"},
-                        "mode": group, "impl": row.kind, "kind": "ours", "status": "ok", "error": row.error,
+                        "mode": group, "impl": row.peer or row.kind, "position": row.kind if row.peer else None,
+                        "kind": "peer" if row.peer else "ours", "status": "ok", "error": row.error,
                         "time": row.time, "ratio": ratio, "gb_per_s": rate,
                     }
                 )  # fmt: skip

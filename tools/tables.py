@@ -510,12 +510,17 @@ def memory(book: Book) -> Table:
 def serving(book: Book) -> Table:
     """Decoding, appending and prefill over pages of each format."""
     kinds = {"bf16": "bfloat16", "fp8": "float8", "int8": "int8", "int4": "4-bit"}
+    peers = {f"flashinfer + {kind}": f"{NAMES['flashinfer']}, {kinds[kind]}" for kind in ("bf16", "fp8")}
     found, beside = [], list[Row]()
     for mode in ("decode", "append", "prefill"):
         for lead, rows in book.each("serving", mode):
-            found.append([lead["case"]["name"], *(us(time_of(rows.get(kind))) for kind in kinds)])
+            times = (time_of(rows.get(name)) for name in (*kinds, *peers))
+            found.append([lead["case"]["name"], *map(us, times)])
             beside += rows.values()
-    return Table(["µs", *kinds.values()], found, (1, 2, 3, 4), beside=beside)
+    # A column for each that any row has, and of a second card our own.
+    shown = [0, *(i for i in range(1, 7) if i <= len(kinds) or any(row[i] != NOTHING for row in found))]
+    headings = ["µs", *kinds.values(), *peers.values()]
+    return Table([headings[i] for i in shown], [[row[i] for i in shown] for row in found], (1, 2, 3, 4), beside=beside)
 
 
 def append_host(book: Book) -> Table:
