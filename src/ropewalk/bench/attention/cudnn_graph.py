@@ -32,7 +32,7 @@ class CudnnGraphs:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.is_grad_enabled() and q.requires_grad:
-            out: Tensor = _Attention.apply(self, q, k, v)  # type: ignore[no-untyped-call]
+            out: Tensor = _Attention.apply(self, q, k, v)
             return out
         return self.forward(q, k, v, False)[0]
 

@@ -147,7 +147,7 @@ def _flashinfer(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Atten
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if case.form == "cache":
             keys, values = (x.unflatten(1, (-1, _PAGE)).flatten(0, 1) for x in (k, v))
-            return wrapper.run(q[:, 0], (keys, values))[:, None]  # type: ignore[no-any-return]
+            return wrapper.run(q[:, 0], (keys, values))[:, None]
         out: Tensor = wrapper.run(*(x.flatten(0, -3) for x in (q, k, v)))
         return out.view(q.shape)
 
