@@ -70,11 +70,11 @@ def render(records: Sequence[Record]) -> str:
     records = _with_devices(records)
     rows = [row for record in records for row in record.rows]
     runs = [(record.path.stem, run) for record in records for run in record.runs]
-    of_paths = {str(record.path): record.runs for record in records}
+    runs_by_path = {str(record.path): record.runs for record in records}
     gains, groups = g.find_gains(rows), dict[str, list[Gain]]()
 
     def run_of(gain: Gain) -> dict[str, Any]:
-        return of_paths[gain.lead["path"]][gain.lead["run"]]
+        return runs_by_path[gain.lead["path"]][gain.lead["run"]]
 
     for gain in gains:
         if gain.outcome in _LOOKS:
