@@ -192,7 +192,7 @@ def test_the_overview_names_what_is_slower():
     losers = [one for one in models if one.outcome == g.SLOWER]
     assert len(table.splitlines()) == len(shown) + len(overview.USUAL_MODELS) + 2 + 2 > 10
     assert table.count("**slower**") == len(slower) + min(len(losers), 1)
-    of_one = overview.Comparison(shown[0].line, 2.0, None, {"vllm": 1.0})
+    of_one = overview.Comparison(shown[0].line, 2.0, None, {"vllm": 1.0}, shown[0].run)
     assert "| 2.00\u00a0µs | [0.50 × vLLM](results/rope-h200.jsonl), **slower** |" in overview.make_overview([of_one])
     for one in found:
         assert min(one.peers.values()) > 0
