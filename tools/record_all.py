@@ -12,7 +12,6 @@ With --into they go into the records of a folder instead: a run replaces the one
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from ropewalk.bench.core.load import differences
+from ropewalk.bench.core.peers import load_module
 from ropewalk.bench.core.records import END, parse_lines
 
 TOOLS = Path(__file__).parent
@@ -207,7 +207,7 @@ def why_not_here(device: str, gpu: str, modules: Sequence[str]) -> str | None:
         return f"--device is {device!r}, and the GPU is {gpu!r}"
     for module in modules:
         try:
-            importlib.import_module(module)
+            load_module(module)
         except Exception as error:  # a peer's module may raise anything
             return f"--needs names {module!r}, which cannot be imported: {error}"
     return None
