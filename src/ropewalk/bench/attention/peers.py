@@ -101,6 +101,11 @@ def _flash(cache_function: str, lengths: str, lib: Any, case: AttentionCase, inp
         "packed": ("flash_attn_varlen_func", packed),
         "cache": (cache_function, {lengths: inputs.key_lengths}),
     }[case.form]
+    plan = getattr(lib, "get_scheduler_metadata", None)  # FlashAttention-3's, once for all layers, as servers do
+    if case.form == "cache" and plan is not None:
+        sizes = case.batch, 1, case.tokens, case.q_heads, case.k_heads, case.head_dim, inputs.key_lengths
+        options = {"qkv_dtype": case.torch_dtype, "headdim_v": case.out_head_dim, "causal": True}
+        more["scheduler_metadata"] = plan(*sizes, **options)
     attend, keywords = getattr(lib, name), {"causal": case.causal or case.form == "cache", **more}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -23,12 +23,16 @@ def load_module(name: str) -> ModuleType:
     """Import a peer's module.
 
     FlashAttention-4 is in the package `flash_attn` too. xFormers takes any such package for FlashAttention-2 and would
-    not import: without the compiled part of that, it sees none, and takes PyTorch's FlashAttention-2.
+    not import; FlashAttention-3 it would run in its own stead. Without the compiled part of FlashAttention-2 it sees
+    none of them, and runs PyTorch's FlashAttention-2.
     """
     find = importlib.util.find_spec
     if name.partition(".")[0] != "xformers" or find("flash_attn_2_cuda") is not None:
         return importlib.import_module(name)
-    importlib.util.find_spec = lambda name, package=None: None if name == "flash_attn" else find(name, package)
+    hidden = ("flash_attn", "flash_attn_3")
+    importlib.util.find_spec = lambda name, package=None: (
+        None if name.partition(".")[0] in hidden else find(name, package)
+    )
     try:
         return importlib.import_module(name)
     finally:
