@@ -66,7 +66,7 @@ CHANGES: dict[str, Change] = {
     "tables": Change(lambda device: {"position": Rope()}),
     "causal": Change(lambda device: {"causal": True}),
     "window_left": Change(lambda device: {"window": (3, -1)}),
-    "window_right": Change(lambda device: {"window": (-1, 3)}),
+    "window_right": Change(lambda device: {"window": (-1, 1)}),
     "mask": Change(lambda device: {"mask": _mask(device)}),
     "key_lengths": Change(lambda device: {"key_lengths": _ints(device, T - 9, T)}),
     "key_starts": Change(lambda device: {"key_starts": _ints(device, 0, 5)}),

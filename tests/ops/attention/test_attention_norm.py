@@ -211,7 +211,7 @@ def test_no_gradient_knows_of_tokens_that_attend_nothing(name, norm_name, scheme
     """Eager and planned, from the second call on."""
     if norm_name == "after" and type(scheme) is ReRope:
         pytest.skip("no norm comes after it")
-    if name == "mask" and impl == "triton":
+    if name == "mask" and (impl == "triton" or (impl is None and ON_GPU)):
         pytest.skip("the kernels multiply keys that a mask leaves to no query, without a norm too")
     given, unread_q, unread_k = UNATTENDED[name]
     if impl != "reference":  # of queries, the backward kernels of attention multiply what they hold
