@@ -18,6 +18,7 @@ OPTIONS = {
     "bench compare": "--all --relative --threshold after before",
     "report": "--force --output -o records",
     "doctor": "",
+    "draw": "--causal --head --heads --output --tokens --window -o name",
     "build": "--arch --force",
     "demo": "--device --figure --seed --steps --text",
     "experiment length-extrapolation": "--device --figure --lengths --output --preset --seed --steps --text "

@@ -38,6 +38,19 @@ _DEMO: dict[str, Option] = {
     "figure": (Path, Path("ropewalk-demo.png"), "Where the figure goes.", "", {"dir_okay": False}),
     "seed": (int, 0, "Of weights, batches and the generated line."),
 }
+_GALLERY = (
+    "none, rope, alibi, t5, exposb, rerope, leaky-rerope, self-extend; causal, window, window-two-sided, prefix, "
+    "padding, packed, sinks, frames, dilated, big-bird; relative-positions; or module:Name, a scheme of your own."
+)
+_DRAW: dict[str, Option] = {
+    "name": (str, ..., _GALLERY),
+    "output": (Path, Path("ropewalk-draw.svg"), "The picture.", "--output -o", {"dir_okay": False}),
+    "head": (int, 0, "Which head is drawn.", "", {"min": 0}),
+    "heads": (int, 4, "Heads of a scheme of your own.", "", {"min": 1}),
+    "tokens": (int | None, None, "Tokens; by default 32. A scheme alone takes another number.", "", {"min": 1}),
+    "causal": (bool, False, "Let no query attend a later key.", "--causal"),
+    "window": (int | None, None, "Attend so many keys alone, the query's own among them.", "", {"min": 1}),
+}
 _EXTRAPOLATION: dict[str, Option] = {
     "preset": (str | None, None, "cpu, cuda or long (ten times the bytes, to 16k; a GPU); by default by the device."),
     "text": _TEXT,
@@ -114,6 +127,11 @@ def build(arch: list[str] | None, force: bool) -> None:
 command(
     *(app, "demo", "experiments.demo.run_demo", _DEMO),
     "Train a small transformer on Python's documentation, let it write, and check results against float64.",
+)
+command(
+    *(app, "draw", "experiments.gallery.run_draw", _DRAW),
+    "Draw a scheme, or a mask: who attends whom, relative positions, and what a scheme makes of scores.\n\n"
+    "Every number is read off `attention` itself, by the arguments that docs/gallery.md shows.",
 )
 app.command()(doctor)
 command(app, "report", bench.report, bench.REPORT)

@@ -13,7 +13,8 @@ import yaml
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
-from ropewalk.modules.bert import get_attention_class
+from ropewalk.experiments.own_schemes import load_object, make_scheme
+from ropewalk.modules.bert import BERTAttention, get_attention_class
 
 SCHEMES = ("none", "standard", "absolute", "rope", "exposb", "alibi", "t5", "rerope")
 PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
@@ -91,7 +92,7 @@ class Config:
         for scheme in {*self.schemes, *self.scheme_options}:
             try:
                 with torch.device("meta"):
-                    make = get_attention_class(scheme)
+                    make = attention_class_of(scheme)
                     make(self.hidden_size, self.num_heads, self.longest, self.dropout, **self.options_of(scheme))
             except (TypeError, ValueError) as error:
                 options = self.scheme_options.get(scheme, {})
@@ -109,6 +110,26 @@ class Config:
 
     def precision_on(self, device: torch.device) -> str:
         return ("bf16" if device.type == "cuda" else "no") if self.precision == "auto" else self.precision
+
+
+def attention_class_of(scheme: str) -> type[BERTAttention]:
+    """Return the attention of a scheme: by name, or of your own as “module:Name”.
+
+    That names a subclass of `BERTAttention`, or anything that `make_scheme` makes a scheme of.
+    """
+    if ":" not in scheme:
+        return get_attention_class(scheme)
+    found = load_object(scheme)
+    if isinstance(found, type) and issubclass(found, BERTAttention):
+        return found
+
+    class OwnBERTAttention(BERTAttention):
+        """`BERTAttention` with the scores of a scheme from outside of this package."""
+
+        def _make_positions(self, **options: Any) -> None:
+            self._position = self._check_position(make_scheme(scheme, self.num_heads, **options))
+
+    return OwnBERTAttention
 
 
 def load_config(preset: str, file: Path | None = None, **overrides: Any) -> Config:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,13 @@ _STYLES: dict[str, tuple[str, str, str, Any]] = {
     "t5": ("T5's bias", "#56B4E9", "<", (0, (6, 1, 1, 1))),
     "rerope": ("ReRoPE", "#CC79A7", "P", "solid"),
 }
+# Those of schemes from outside, in their order.
+_OWN_STYLES: tuple[tuple[str, str, Any], ...] = (
+    ("#882255", "*", "solid"),
+    ("#44AA99", "X", (0, (5, 1))),
+    ("#999933", "p", (0, (1, 1))),
+    ("#332288", "h", (0, (3, 1, 1, 1))),
+)
 _GREYS = {"sdpa": "#555555", "eager": "#999999", "ropewalk": "#7FB2D9"}
 _LOOK: dict[str, Any] = {"lines.markersize": 4, "lines.linewidth": 1.3, "errorbar.capsize": 2}
 _SMOKE_TOKENS = 1_000_000  # of a training, below which models learn too little to be compared
@@ -141,12 +149,12 @@ def draw_speed(record: BertRecord, path: Path) -> None:
     with _figure(record, 5.5, path) as figure:
         panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
         lengths = sorted(record.speed.length.unique())
-        height = 0.8 / len(lengths)
+        height, styles = 0.8 / len(lengths), styles_of(record.speed.model)
         for axes, (column, title) in zip(panels, titles.items(), strict=True):
             models = dict[str, int]()  # a group of bars for each, a bar for each length
             for row in record.speed.to_dict("records"):
                 number, length, greys = row[column], lengths.index(row["length"]), _GREYS.get(row["attention"])
-                name, colour, *_ = _STYLES.get(row["model"], (f"Hugging Face, {row['attention']}", greys))
+                name, colour, *_ = styles.get(row["model"], (f"Hugging Face, {row['attention']}", greys))
                 y = models.setdefault(name, len(models)) + (length - (len(lengths) - 1) / 2) * height
                 if number is not None:
                     number /= 1 << 30 if column == "peak_bytes" else 1
@@ -209,7 +217,11 @@ def markdown_tables(record: BertRecord) -> str:
     template = Path(__file__).with_name("tables.md.jinja").read_text(encoding="utf-8")
     page = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(template)
     functions = {"by_scheme": _by_scheme, "spread": spread, "smooth": _smooth, "short": _short, "fall": fall_at_end}
-    names = {"title": _title(record), "styles": _STYLES, "hugging_face": HUGGING_FACE}
+    names = {
+        "title": _title(record),
+        "styles": styles_of(record.run["config"]["schemes"]),
+        "hugging_face": HUGGING_FACE,
+    }
     text: str = page.render(record=record, run=record.run, **functions, **names)
     return text
 
@@ -221,8 +233,16 @@ def _short(value: float) -> str:
 
 
 def _by_scheme(rows: pd.DataFrame) -> Iterator[tuple[tuple[str, str, str, Any], pd.DataFrame]]:
-    """Group rows by scheme, in the order of `_STYLES`, whose entry comes first."""
-    return ((style, rows[rows.scheme == scheme]) for scheme, style in _STYLES.items() if (rows.scheme == scheme).any())
+    """Group rows by scheme, in the order of `_STYLES`, whose entry comes first, and after them those from outside."""
+    styles = styles_of(rows.scheme)
+    return ((styles[scheme], rows[rows.scheme == scheme]) for scheme in styles if (rows.scheme == scheme).any())
+
+
+def styles_of(schemes: Iterable[str]) -> dict[str, tuple[str, str, str, Any]]:
+    """Return `_STYLES`, and one of each scheme “module:Name” of these, by the order of the alphabet."""
+    own = sorted({scheme for scheme in schemes if ":" in scheme})
+    looks = zip(own, itertools.cycle(_OWN_STYLES))
+    return _STYLES | {scheme: (scheme.partition(":")[2], *look) for scheme, look in looks}
 
 
 def spread(values: pd.Series[float], digits: int, sign: str = "-") -> str:

@@ -39,7 +39,7 @@ def extend_record(
     twice = [scheme for scheme in here if scheme in schemes]
     if twice and not replace:
         raise ValueError(f"{path} has scheme {twice[0]!r} already: leave it out of schemes, or choose another record")
-    both = [scheme for scheme in SCHEMES if scheme in schemes or scheme in here]
+    both = [scheme for scheme in dict.fromkeys((*SCHEMES, *schemes, *here)) if scheme in schemes or scheme in here]
     parts = [{**part, "schemes": [x for x in part["schemes"] if x not in here]} for part in parts_of(before)]
     merged: Row = {**before, "config": {**before["config"], "schemes": both}}
     merged["parts"] = [*(part for part in parts if part["schemes"]), *parts_of(run)]

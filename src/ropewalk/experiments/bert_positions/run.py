@@ -76,7 +76,7 @@ def run_bert_positions(
             raise ValueError(f"a model could not be trained: {str(error).strip().splitlines()[-1]}") from error
     rows = list[dict[str, Any]]()
     for seed, scheme in product(settings.seeds, settings.schemes):
-        folder = output / f"runs/{scheme}-{seed}"
+        folder = _folder(output, scheme, seed)
         rows += _run_one(settings, corpus, scheme, seed, folder, target, console, state.is_main_process)
         state.wait_for_everyone()
     if state.is_main_process:
@@ -85,7 +85,11 @@ def run_bert_positions(
         else:
             run["parts"] = parts_of(run)
             rows += measure_speed(settings, len(corpus.tokenizer), target, console) if settings.time_steps else []
-        rows = [*(row for row in rows if row["kind"] != "exposb"), *check_exposb(settings, rows)]
+        has_exposb = any(row.get("scheme") == "exposb" for row in rows)
+        rows = [
+            *(row for row in rows if row["kind"] != "exposb"),
+            *(check_exposb(settings, rows) if has_exposb else []),
+        ]
         for path in {output / RECORD, record or output / RECORD}:
             with RecordWriter(path, run, rows_before=rows):  # whole, or not at all
                 pass
@@ -164,7 +168,12 @@ def _train_share(
     torch.set_num_threads(threads)
     corpus = prepare_corpus(config, output / DATA, Console(quiet=True))
     for seed, scheme in list(product(config.seeds, config.schemes))[number::jobs]:
-        _run_one(config, corpus, scheme, seed, output / f"runs/{scheme}-{seed}", device, default_console(), True)
+        _run_one(config, corpus, scheme, seed, _folder(output, scheme, seed), device, default_console(), True)
+
+
+def _folder(output: Path, scheme: str, seed: int) -> Path:
+    """Return the folder of a model; no file of every system may have a colon in its name."""
+    return output / f"runs/{scheme.replace(':', '.')}-{seed}"
 
 
 def _claim(output: Path, config: Config, resume: bool) -> None:

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from ropewalk.bench.core.timing import at_parts, interleave, peak_memory, time_on_cpu
 from ropewalk.experiments.bert_positions import data
-from ropewalk.experiments.bert_positions.config import Config
+from ropewalk.experiments.bert_positions.config import Config, attention_class_of
 from ropewalk.experiments.bert_positions.data import Corpus, TrainingBatches, derive_seed, make_batch
 from ropewalk.experiments.bert_positions.figures import HUGGING_FACE
 from ropewalk.integrations.huggingface import convert_bert, register
@@ -68,7 +68,7 @@ def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: 
         torch.default_generator.manual_seed(derive_seed("weights", seed))
         model = plain_bert(config, vocab_size, pad_id)
         torch.default_generator.manual_seed(derive_seed("positions", scheme, seed))  # of what the scheme adds
-        return convert_bert(model, scheme, **config.options_of(scheme))
+        return convert_bert(model, attention_class_of(scheme), **config.options_of(scheme))
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:

@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _MODEL_OPTIONS = ("hidden_size", "num_heads", "max_position_embeddings", "dropout", "output_projection")
 
 
-def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
+def convert_bert(model: Model, position: str | type[BERTAttention] = "rope", **options: Any) -> Model:
     """Replace the self-attention of a transformers BERT, in place, by that of another position scheme.
 
     The same in PyTorch, for each layer, but that nothing is copied and nothing added::
@@ -42,7 +42,7 @@ def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
     Args:
         model: a model of transformers, or a module that has one inside, on any device, of any dtype, in any mode.
         position: "none", "standard", "absolute", "rope", "exposb", "alibi", "t5" or "rerope", as for
-            `get_attention_class`.
+            `get_attention_class`; or a subclass of `ropewalk.modules.bert.BERTAttention`, for a scheme of your own.
         options: more arguments of that class, such as `base` or `window`.
 
     Returns:
@@ -70,7 +70,7 @@ def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}, but must be a torch.nn.Module")
-    attention_class = get_attention_class(position)
+    attention_class = get_attention_class(position) if isinstance(position, str) else position
     reserved = [name for name in _MODEL_OPTIONS if name in options]
     if reserved:
         raise TypeError(f"options hold {', '.join(reserved)}, but must not hold them: the model sets them")
