@@ -27,7 +27,7 @@ _FILE = {"exists": True, "dir_okay": False}
 _TEXT: Option = (Path | None, None, "The text to learn, not the default.", "", _FILE)
 _STEPS: Option = (int | None, None, "Training steps; by default what suits the device.", "", {"min": 1})
 _DEVICE: Option = (str | None, None, "cpu or cuda; by default the GPU if there is one.")
-_LENGTHS = "by default 1, 2, 4, 8 and 16 times the training length, on a CPU to 4 times."
+_LENGTHS = "by default 1, 2, 4, 8 and 16 times the training length, on a CPU to 4 times"
 _RECORD = "The record, a new file; by default one under ./records/."
 _CORPUS = "A text, or a folder of texts; repeat for more. By default what ships with Python."
 _FIGURE = "Where the figure goes; by default beside the record."
@@ -36,7 +36,7 @@ _DEMO: dict[str, Option] = {
     "steps": _STEPS,
     "device": _DEVICE,
     "figure": (Path, Path("ropewalk-demo.png"), "Where the figure goes.", "", {"dir_okay": False}),
-    "seed": (int, 0, "Of weights, batches and the generated line."),
+    "seed": (int, 0, "The seed of weights, batches and the generated line."),
 }
 _GALLERY = (
     "none, rope, alibi, t5, exposb, rerope, leaky-rerope, self-extend; causal, window, window-two-sided, prefix, "
@@ -56,18 +56,23 @@ _EXTRAPOLATION: dict[str, Option] = {
     "text": _TEXT,
     "steps": _STEPS,
     "train_length": (int | None, None, "The length it learns at; by default 512 on a GPU, 128 on a CPU."),
-    "lengths": (whole_numbers, "", f"Where it is evaluated, with commas between; {_LENGTHS}"),
+    "lengths": (whole_numbers, "", f"Lengths of the evaluation, with commas between; {_LENGTHS}."),
     "device": _DEVICE,
     "output": (Path | None, None, _RECORD, "--output -o"),
     "figure": (Path | None, None, _FIGURE, "", {"dir_okay": False}),
-    "seed": (int, 0, "Of weights and batches."),
+    "seed": (int, 0, "The seed of weights and batches."),
 }
+_SCHEMES = (
+    "Position schemes, with commas between; by default the preset's. none: no positions; standard: a learned table in "
+    "every layer; absolute: sinusoids; rope: RoPE; exposb: our experiment; alibi: ALiBi; t5: T5's bias; rerope: RoPE "
+    "within a window; module:Name: your own (docs/experiments.md)."
+)
 _POSITIONS: dict[str, Option] = {
-    "preset": (str | None, None, "smoke (a CPU), small or medium (one GPU) or base; by default smoke."),
+    "preset": (str | None, None, "smoke or laptop (a CPU), small or medium (one GPU) or base; by default smoke."),
     "config": (Path | None, None, "Settings, in YAML or TOML, that change the preset's."),
     "corpus": (list[str] | None, None, _CORPUS),
     "dataset": (str | None, None, "A Hugging Face dataset, NAME or NAME:CONFIGURATION."),
-    "schemes": (split_names, "", "Position schemes, with commas between; by default all."),
+    "schemes": (split_names, "", _SCHEMES),
     "seeds": (whole_numbers, "", "Seeds, with commas between: each trains all schemes."),
     "steps": (int | None, None, "Training steps of each model."),
     "device": _DEVICE,

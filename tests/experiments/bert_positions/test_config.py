@@ -68,5 +68,7 @@ def test_files_that_cannot_be(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         load_config("smoke", tmp_path / name)
-    with pytest.raises(ValueError, match="preset 'large' does not exist; there are: smoke, laptop, small, medium, base"):
+    with pytest.raises(
+        ValueError, match="preset 'large' does not exist; there are: smoke, laptop, small, medium, base"
+    ):
         load_config("large")

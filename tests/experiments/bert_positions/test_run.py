@@ -212,3 +212,63 @@ def test_a_text_that_will_not_do_leaves_nothing_behind(tmp_path, settings):
     assert result.exit_code == 2
     assert "does not exist, but must be a file or a folder with text" in result.stderr
     assert not list((tmp_path / "new").iterdir())
+
+
+THEIRS = """
+from dataclasses import dataclass
+import torch
+from ropewalk import Alibi, PositionScheme
+from ropewalk.modules.bert import BERTAttention
+
+@dataclass(frozen=True, eq=False)
+class Fall(PositionScheme):
+    slope: float = 0.5
+
+    def score_mod(self, scores, distance):
+        return scores - self.slope * distance.abs()
+
+class LearnedSlopes(BERTAttention):
+    def _make_positions(self):
+        self.slopes = torch.nn.Parameter(torch.ones(self.num_heads))
+
+    @property
+    def position(self):
+        return Alibi(self.slopes)
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """A module of schemes in the current folder."""
+    (tmp_path / "their_bert.py").write_text(THEIRS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield "their_bert"
+    sys.modules.pop("their_bert", None)
+
+
+def test_schemes_from_outside_are_compared(tmp_path, settings, theirs, device):
+    schemes = ["rope", f"{theirs}:Fall", f"{theirs}:LearnedSlopes"]
+    values = yaml.safe_load(settings.read_text()) | {"schemes": schemes, "steps": 4, "time_steps": False}
+    values["scheme_options"] = {f"{theirs}:Fall": {"slope": 2.0}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(values))
+    result = invoke("--config", tmp_path / "own.yaml", "--device", device, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    record = read_bert_record(tmp_path / "out/record.jsonl")
+    assert list(record.training.scheme) == schemes
+    sizes = dict(zip(record.training.scheme, record.training.parameters, strict=True))
+    assert sizes[schemes[2]] - sizes[schemes[1]] == TINY.num_layers * TINY.num_heads
+    tables = (tmp_path / "out/tables.md").read_text()
+    assert "\n| Fall |" in tables
+    assert "\n| LearnedSlopes |" in tables
+    assert "ExpoSB" not in tables
+
+
+def test_a_name_that_is_no_scheme_is_one_line(tmp_path, settings, theirs):
+    for name, said in ((f"{theirs}:Rise", "has no 'Rise'"), (f"{theirs}:torch", "must be a PositionScheme")):
+        result = invoke("--config", settings, "--schemes", name, "-o", tmp_path / "out")
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: ")
+        assert said in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert not (tmp_path / "out").exists()

@@ -90,9 +90,9 @@ class Config:
     def validate_schemes(self) -> None:
         """Raise ValueError unless each scheme can be built with its options."""
         for scheme in {*self.schemes, *self.scheme_options}:
+            make = attention_class_of(scheme)
             try:
                 with torch.device("meta"):
-                    make = attention_class_of(scheme)
                     make(self.hidden_size, self.num_heads, self.longest, self.dropout, **self.options_of(scheme))
             except (TypeError, ValueError) as error:
                 options = self.scheme_options.get(scheme, {})
