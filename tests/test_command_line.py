@@ -1,10 +1,14 @@
 """The names of commands and options, which scripts of users hold."""
 
+import re
 from typing import Any
 
 import typer
 
-from ropewalk.cli import app
+from ropewalk import cli
+from ropewalk.cli import app, bench
+from ropewalk.experiments.bert_positions.config import PRESETS, SCHEMES
+from ropewalk.experiments.gallery import PICTURES, RELATIVE
 
 RUN = "--device --output --peers --resume --rounds --list -o"
 CHOSEN = f"{RUN} --case --dtype --impl"
@@ -38,3 +42,22 @@ def options_of(command: Any, name: str = "") -> dict[str, set[str]]:
 def test_commands_and_options_are_those_that_were() -> None:
     found = options_of(typer.main.get_command(app))
     assert found == {name: set(options.split()) for name, options in OPTIONS.items()}
+
+
+def test_each_option_has_a_sentence() -> None:
+    tables = (cli._DEMO, cli._DRAW, cli._EXTRAPOLATION, cli._POSITIONS, cli._BUILD, bench.OPTIONS, bench.REPORT)
+    sentences = [text for table in (*tables, bench._COMPARE) for _, _, text, *_ in table.values()]
+    assert len(sentences) > 40
+    for text in sentences:
+        assert text.endswith("."), text
+        assert not re.match(r"(What|Of|By|Which|How|Where)\b", text), text
+        assert not re.search(r"\. (What|Of|By|Which|How|Where)\b", text), text
+
+
+def test_the_help_lists_what_there_is() -> None:
+    for name in (*PICTURES, RELATIVE):
+        assert re.search(rf"(^|[ ,]){name}[,;]", cli._GALLERY), name
+    for name in SCHEMES:
+        assert f" {name}: " in cli._SCHEMES, name
+    presets = cli._POSITIONS["preset"][2]
+    assert all(name in presets for name in PRESETS)

@@ -19,7 +19,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-experiment = typer.Typer(help="Train small models, and measure what they do.", no_args_is_help=True)
+experiment = typer.Typer(
+    help="Train small models, and measure what they do; bert-positions needs the extra [train].", no_args_is_help=True
+)
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment, name="experiment")
 
@@ -29,13 +31,13 @@ _STEPS: Option = (int | None, None, "Training steps; by default what suits the d
 _DEVICE: Option = (str | None, None, "cpu or cuda; by default the GPU if there is one.")
 _LENGTHS = "by default 1, 2, 4, 8 and 16 times the training length, on a CPU to 4 times"
 _RECORD = "The record, a new file; by default one under ./records/."
-_CORPUS = "A text, or a folder of texts; repeat for more. By default what ships with Python."
-_FIGURE = "Where the figure goes; by default beside the record."
+_CORPUS = "A text, or a folder of texts; repeat for more; by default what ships with Python."
+_FIGURE = "The figure's file; by default beside the record."
 _DEMO: dict[str, Option] = {
     "text": _TEXT,
     "steps": _STEPS,
     "device": _DEVICE,
-    "figure": (Path, Path("ropewalk-demo.png"), "Where the figure goes.", "", {"dir_okay": False}),
+    "figure": (Path, Path("ropewalk-demo.png"), "The figure's file.", "", {"dir_okay": False}),
     "seed": (int, 0, "The seed of weights, batches and the generated line."),
 }
 _GALLERY = (
@@ -45,7 +47,7 @@ _GALLERY = (
 _DRAW: dict[str, Option] = {
     "name": (str, ..., _GALLERY),
     "output": (Path, Path("ropewalk-draw.svg"), "The picture.", "--output -o", {"dir_okay": False}),
-    "head": (int, 0, "Which head is drawn.", "", {"min": 0}),
+    "head": (int, 0, "The head that is drawn, from 0.", "", {"min": 0}),
     "heads": (int, 4, "Heads of a scheme of your own.", "", {"min": 1}),
     "tokens": (int | None, None, "Tokens; by default 32. A scheme alone takes another number.", "", {"min": 1}),
     "causal": (bool, False, "Let no query attend a later key.", "--causal"),
@@ -79,13 +81,17 @@ _POSITIONS: dict[str, Option] = {
     "output": (Path, Path("bert-positions"), "The folder of all results, new or empty.", "--output -o"),
     "resume": (bool, False, "Go on with what is in the output folder.", "--resume"),
     "jobs": (int, 1, "Models trained at a time; the GPUs take turns.", "", {"min": 1}),
-    "record": (Path | None, None, "Where the record goes too: new, or of this comparison, to get further schemes."),
+    "record": (
+        Path | None,
+        None,
+        "The record's file beside the output: new, or of this comparison, to get further schemes.",
+    ),
 }
 _BUILD: dict[str, Option] = {
     "arch": (
         list[str] | None,
         None,
-        "A compute capability, as 90, 9.0 or sm_90; repeat for more. By default the visible GPUs'.",
+        "A compute capability, as 90, 9.0 or sm_90; repeat for more; by default the visible GPUs'.",
     ),
     "force": (bool, False, "Compile in any case.", "--force"),
 }
@@ -150,6 +156,7 @@ command(
 command(
     *(experiment, "bert-positions", "experiments.bert_positions.run.run_bert_positions", _POSITIONS),
     "Pre-train a BERT for each position scheme on real text, and compare them at the training length and beyond.\n\n"
+    "It needs the extra [train]. "
     "A stopped or killed run goes on with --resume, by the settings in its output folder if no others are passed. On "
     "several GPUs: torchrun --nproc-per-node N -m ropewalk experiment bert-positions …",
 )

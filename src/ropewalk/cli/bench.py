@@ -14,21 +14,21 @@ from ropewalk.cli.options import Option, command, split_names
 app = typer.Typer(help="Measure this library against others, on this machine.", no_args_is_help=True)
 
 _IMPL = (
-    "One of our implementations; repeat for more. By default, of rotations all that exist here, of attention triton on "
-    "a GPU, else reference; of the host's times all but the reference on a GPU, else sdpa and reference."
+    "One of our implementations; repeat for more. The default of rotations is all that exist here; of attention "
+    "triton on a GPU, else reference; of the host's times all but the reference on a GPU, else sdpa and reference."
 )
 _RESUME = (
     "Go on with the record that --output names: what is whole in it stays, what was cut off is measured anew. The "
     "machine, all versions and the other options must be the same."
 )
 _RELATIVE = "Compare times as multiples of a copy's, or of a matrix product's, for other clocks or another GPU."
-_ROUNDS = "How often each call is timed, at most; by default as the benchmark has it."
-_PROCESSES = "How many to start, without torchrun; by default one for each GPU."
+_ROUNDS = "Rounds in which each call is timed, at most; by default as the benchmark has it."
+_PROCESSES = "Processes to start, without torchrun; by default one for each GPU."
 OPTIONS: dict[str, Option] = {
     "case": (list[str] | None, None, "A case by name; repeat for more."),
     "impl": (list[str] | None, None, _IMPL),
-    "mode": (split_names, "", "Of those that --list shows, with commas between. By default all."),
-    "precision": (split_names, "autocast,bf16", "Of autocast and bf16, with commas between."),
+    "mode": (split_names, "", "Modes that --list shows, with commas between; by default all."),
+    "precision": (split_names, "autocast,bf16", "autocast, bf16 or both, with commas between."),
     "peers": (str, "auto", "auto (those that import), none, or names with commas between."),
     "protocol": (split_names, "", "hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere."),
     "output": (Path | None, None, "The record, a new file; by default one under ./records/.", "--output -o"),
@@ -133,7 +133,7 @@ def _compare(before: Path, after: Path, threshold: float, **keywords: Any) -> No
 _COMPARE: dict[str, Option] = {
     "before": (Path, ..., "A record of bench rope, attention or all.", "", {"metavar": "A"}),
     "after": (Path, ..., "A later record, of the same cases.", "", {"metavar": "B"}),
-    "threshold": (float, 0.05, "What part worse, beyond the noise, fails.", "", {"min": 0.0}),
+    "threshold": (float, 0.05, "The part by which worse, beyond the noise, fails.", "", {"min": 0.0}),
     "relative": (bool, False, _RELATIVE, "--relative"),
     "every": (bool, False, "Fail for peers and anchors too, not for ours alone.", "--all"),
 }
