@@ -20,7 +20,7 @@ from ropewalk import Alibi, NoPosition, PositionScheme, Rope
 from ropewalk.experiments.byte_model import ByteTransformer, ModelSize, byte_losses, train
 from ropewalk.experiments.length_extrapolation import cut_windows, read_corpus
 
-SIZE = ModelSize(2, 128, 4, context=128, batch=16, steps=1000, learning_rate=3e-3)
+SIZE = ModelSize(2, 128, 4, context=128, batch=16, steps=500, learning_rate=3e-3)
 MULTIPLES = (1, 2, 4, 8)  # of the training length
 SCORED = 64  # bytes at the end of each window: the same at each length
 
@@ -83,12 +83,13 @@ def draw(losses: dict[str, list[float]], lengths: list[int], size: ModelSize, pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=SIZE.steps, help="training steps of each model")
+    parser.add_argument("--windows", type=int, default=64, help="windows of held-out text, at most")
     parser.add_argument("--figure", type=Path, default=Path("own-scheme.png"), help="where the figure goes")
     arguments = parser.parse_args()
     size, console = dataclasses.replace(SIZE, steps=arguments.steps), Console(highlight=False)
     lengths = [size.context * multiple for multiple in MULTIPLES]
     text, training, held_out = read_corpus(None)
-    windows = cut_windows(held_out, lengths[-1] + 1, most=64)
+    windows = cut_windows(held_out, lengths[-1] + 1, most=arguments.windows)
     console.print(f"{len(SCHEMES)} models learn {text} at length {size.context}")
     losses = {}
     for name, scheme in SCHEMES.items():

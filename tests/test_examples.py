@@ -71,6 +71,15 @@ def test_context_parallel_has_the_losses_of_one_process():
     assert len(set(losses[0])) == 4
 
 
+def test_own_scheme(capsys, tmp_path):
+    path = tmp_path / "figure.png"
+    printed = run("own_scheme.py", capsys, "--steps", "2", "--windows", "1", "--figure", str(path))
+    losses = [float(loss) for loss in re.findall(r"(\d+\.\d+) at \d+", printed)]
+    assert len(losses) == 4 * 4
+    assert all(0 < loss < 6 for loss in losses)  # log(256) is 5.5
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_profile_rotary(capsys, tmp_path):
     printed = run("profile_rotary.py", capsys, "--json", str(tmp_path / "record.json"))
     record = json.loads((tmp_path / "record.json").read_text())
