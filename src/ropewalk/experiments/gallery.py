@@ -152,7 +152,8 @@ def read_scores(q: Tensor, k: Tensor, **call: Any) -> Tensor:
         q, k, v = q[None], k[None], v[None]
     out, lse = attention(q, k, v, return_lse=True, impl="reference", **call)
     probabilities = (out if out.ndim == 3 else out[0]).transpose(0, 1)
-    return probabilities.log() + lse.view(heads, tokens, 1)
+    scores: Tensor = probabilities.log() + lse.view(heads, tokens, 1)
+    return scores
 
 
 def read_equal(tokens: int, heads: int, score: float, **call: Any) -> Tensor:

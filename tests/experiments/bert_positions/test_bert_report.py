@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ropewalk.experiments.bert_positions import training
-from ropewalk.experiments.bert_positions.config import SCHEMES
+from ropewalk.experiments.bert_positions.config import SCHEMES, load_config
 from ropewalk.experiments.bert_positions.figures import (
     HUGGING_FACE,
     draw_learning,
@@ -161,3 +161,18 @@ def test_batches_of_both_lengths_have_as_many_tokens():
         assert (2 * lengths >= batch["input_ids"].shape[1]).all()
         assert (batch["input_ids"].flatten()[batch["masked"]] == batch["labels"]).all()
         assert (batch["attention_mask"].flatten()[batch["masked"]] == 1).all()
+
+
+def test_the_page_has_the_losses_of_the_laptops_record():
+    record = read_bert_record(RESULTS / "bert-positions-cpu.jsonl")
+    page = (RESULTS.parent / "docs/experiments.md").read_text(encoding="utf-8")
+    section = page.partition("### Preset laptop")[2].partition("\n### ")[0]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line][2:]
+    by_scheme = record.evaluation.groupby("scheme", sort=False)
+    assert len(table) == len(by_scheme)
+    for (_, *cells), (_, rows) in zip(table, by_scheme, strict=True):
+        assert [float(cell) for cell in cells] == [round(loss, 2) for loss in rows.loss]
+    assert record.run["config"]["schemes"] == load_config("laptop").schemes
+    losses = {scheme: rows.loss.tolist() for scheme, rows in by_scheme}
+    assert losses["none"][0] - losses["rope"][0] > 1  # positions count at the trained length
+    assert losses["rope"][-1] - losses["alibi"][-1] > 0.5  # and ALiBi keeps what it learnt beyond it

@@ -50,7 +50,8 @@ def convert_bert(model: Model, position: str | type[BERTAttention] = "rope", **o
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        TypeError: a model that is not a module; options that the class does not have, or that the model sets.
+        TypeError: a model that is not a module; a position that is no name and no such class; options that the class
+            does not have, or that the model sets.
         ValueError: another position, or options or sizes that its class does not support; a model without BERT's
             self-attention inside; one that is converted already; a decoder, or cross-attention; relative positions of
             BERT's own (position_embedding_type); a config with output_attentions, which are never held.
@@ -71,6 +72,8 @@ def convert_bert(model: Model, position: str | type[BERTAttention] = "rope", **o
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}, but must be a torch.nn.Module")
     attention_class = get_attention_class(position) if isinstance(position, str) else position
+    if not (isinstance(attention_class, type) and issubclass(attention_class, BERTAttention)):
+        raise TypeError(f"position is {position!r}, but must be a name or a subclass of BERTAttention")
     reserved = [name for name in _MODEL_OPTIONS if name in options]
     if reserved:
         raise TypeError(f"options hold {', '.join(reserved)}, but must not hold them: the model sets them")
