@@ -403,6 +403,12 @@ REFUSED = {
         ValueError,
         "Unknown attention type: 'sinusoidal'",
     ),
+    "another class": (
+        lambda: make("cpu"),
+        {"position": nn.Linear},
+        TypeError,
+        "but must be a name or a subclass of BERTAttention",
+    ),
     "unknown option": (lambda: make("cpu"), {"theta": 1.0}, TypeError, "unexpected keyword argument 'theta'"),
     "bad option": (lambda: make("cpu"), {"base": -1.0}, ValueError, "base is -1"),
     "sizes": (
