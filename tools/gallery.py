@@ -11,7 +11,7 @@ from ropewalk.experiments.gallery import BLOCKS, LONG, MASKS, PICTURES, RELATIVE
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FIGURES = DOCS / "gallery.md", DOCS / "figures"
-BEGIN, END = "<!-- begin of pictures -->", "<!-- end of pictures -->"
+BEGIN, END = "<!-- pictures: begin -->", "<!-- pictures: end -->"
 
 
 def figure_path(name: str) -> Path:
