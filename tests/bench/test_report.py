@@ -134,6 +134,7 @@ def test_a_library_that_some_cases_lacked_is_named_with_the_number_of_those_that
         "Other libraries that were measured: cuDNN.",
         "Not installed, and so not measured: FlashInfer.",
     )
+    assert name_measured(("cudnn",), [old, new]) == ["Other libraries that were measured: cuDNN."]  # as for a backward
 
 
 def test_a_newer_run_decides_if_it_timed_the_best_peer(tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ def name_measured(timed: Iterable[str], runs: Iterable[Mapping[str, Any]]) -> li
     for peer in (peer for peer in NAMES if peer in known):
         by_name.setdefault(NAMES[peer], []).append(peer)
     said = [_describe(name, peers, runs) for name, peers in by_name.items()]
-    missing = {peer for peer in found if any(_is_missing(run, peer) for run in runs)}
+    missing = {
+        peer for peer in found if all(_is_missing(run, peer) for run in runs if peer in (run.get("peers") or {}))
+    }
     absent = dict.fromkeys(name for peer, name in NAMES.items() if peer in missing and name not in by_name)
     sentences = [f"Other libraries that were measured: {', '.join(said)}."] if said else [_NONE]
     return [*sentences, f"Not installed, and so not measured: {', '.join(absent)}."] if absent else sentences
