@@ -2,7 +2,7 @@
 
 `python examples/own_scheme.py` takes about five minutes on two CPU cores, and draws own-scheme.png.
 `LogBias` is the scheme, and all that is to be written for another one; docs/schemes.md adds its GPU kernels.
-At the trained length no positions are worst; beyond it RoPE is, while both biases keep what they learnt.
+At the trained length the model without positions is worst; beyond it RoPE is, while both biases keep what they learnt.
 """
 
 from __future__ import annotations

@@ -433,7 +433,7 @@ Rows of “your own” are schemes that the library does not know.
 A backend runs a call that combines features if it runs each of them, but for the
 [pairs that do not go together](#pairs-that-do-not-go-together).
 `explain_choice` answers for your call, on your machine.
-`impl=None` picks the fastest backend that can run a call, by measurement, or by expectation where nothing was measured.
+`impl=None` goes by a measured order of backends on Hopper, and by an expected one elsewhere.
 """
 
 PAIRS_INTRODUCTION = """\
