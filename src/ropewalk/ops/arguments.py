@@ -26,6 +26,14 @@ def check_dense(name: str, x: Tensor) -> None:
     raise TypeError(f"{name} is a tensor of layout {x.layout}, but must be dense, of torch.strided")
 
 
+def check_flags(arguments: Any, *names: str) -> None:
+    """Raise unless these fields of a record are True or False."""
+    for name in names:
+        value = getattr(arguments, name)
+        if not isinstance(value, int) or value not in (False, True):
+            raise TypeError(f"{name} is {value!r}, but must be True or False")
+
+
 def check_pair_block(pair_block: int | None, rotary_dim: int | None, interleaved: bool) -> None:
     """Raise unless blocks of `pair_block` features, half-split each, fill the rotated ones (None: not known)."""
     if pair_block is None:

@@ -559,6 +559,47 @@ def test_what_is_refused_beside_a_cache_stays_refused(device: torch.device, name
         attention(q, k, v, impl="triton", **{name: torch.zeros(1, 7, device=device)})
 
 
+def rotate_flagged(device: torch.device, norm: QKNorm | None = None, **flags: Any) -> Any:
+    q, k = (draw(1, T, n, D, device=device, seed=n) for n in (H, K))
+    table = torch.rand(T, D // 2, device=device)
+    return apply_rope(q, k, table, table, norm=norm, **flags)
+
+
+def attend_flagged(device: torch.device, norm: QKNorm | None = None, **flags: Any) -> Any:
+    q, k, v = (draw(1, T, H, D, device=device, seed=seed) for seed in range(3))
+    return attention(q, k, v, position=Rope(), norm=norm, **flags)
+
+
+FLAGGED = {
+    rotate_flagged: ("interleaved", "inverse", "inplace", "impl"),
+    attend_flagged: ("causal", "keys_rotated", "return_lse", "return_max_logits", "deterministic", "impl"),
+}
+
+
+@pytest.mark.parametrize("wrong", [[0], [], {"x": False}, "yes", 0.5], ids=str)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("call", "name"), [(call, name) for call, names in FLAGGED.items() for name in names])
+def test_a_flag_that_is_none_is_refused_by_name(
+    device: torch.device, call: Any, name: str, has_norm: bool, wrong: Any
+) -> None:
+    """In the first call, and after calls that were planned."""
+    norm = QKNorm(torch.ones(D, device=device)) if has_norm and name not in ("inverse", "inplace") else None
+    for times in (0, 3):
+        for _ in range(times):
+            call(device, norm)
+        with pytest.raises((ValueError, TypeError), match=name):
+            call(device, norm, **{name: wrong})
+
+
+def test_a_tensor_for_a_flag_is_refused_after_planned_norms(device: torch.device) -> None:
+    norm = QKNorm(torch.ones(D, device=device))
+    for _ in range(3):
+        attend_flagged(device, norm)
+    for name in ("causal", "dropout_p", "scale"):
+        with pytest.raises((ValueError, TypeError), match=name):
+            attend_flagged(device, norm, **{name: torch.ones(2)})
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, AttributeError, TypeError])
 @pytest.mark.parametrize(("call", "made"), [("dense", "_choose"), ("cache", "_choose"), ("norm", "plan_or_none")])
 def test_an_error_in_making_a_plan_is_raised(

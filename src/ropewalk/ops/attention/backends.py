@@ -190,7 +190,7 @@ def choose(call: AttentionCall, impl: str | None) -> Backend:
                 return BACKENDS[name]
         refusal = why_not(REFERENCE, call)
         raise ValueError(f"no backend can run this call: {'' if refusal is None else refusal.reason}")
-    if impl not in BACKENDS:
+    if not isinstance(impl, str) or impl not in BACKENDS:
         raise ValueError(f"impl is {impl!r}, but must be None or one of {', '.join(map(repr, BACKENDS))}")
     backend = BACKENDS[impl]
     refusal = why_not(backend, call)

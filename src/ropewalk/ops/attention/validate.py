@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.ops.arguments import check_dense
+from ropewalk.ops.arguments import check_dense, check_flags
 from ropewalk.ops.attention.blocks.tables import find_tables
 from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, BlockTables, as_bhtd, kv_capacity
 from ropewalk.ops.attention.tables import resolve_scheme, with_rows
@@ -72,6 +72,7 @@ class Unchecked(NamedTuple):
 def resolve(unchecked: Unchecked) -> AttentionCall:
     """Validate a call, and resolve its scheme to tables and numbers."""
     q, k, v, arguments, _, _, deterministic, _ = unchecked
+    check_flags(unchecked, "return_lse", "return_max_logits")
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic is {deterministic!r}, but must be None, True or False")
     if torch.compiler.is_compiling():
@@ -136,8 +137,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
         q, k, v, layout, block_table, (arguments.k_scale, arguments.v_scale)
     )
     window_left, window_right = _as_window(arguments.window)
-    if not isinstance(arguments.causal, int) or arguments.causal not in (False, True):
-        raise TypeError(f"causal is {arguments.causal!r}, but must be True or False")
+    check_flags(arguments, "causal", "keys_rotated")
     causal = bool(arguments.causal) or window_right == 0
     # make_fx has symbols for sizes.
     scale = int(head_dim) ** -0.5 if arguments.scale is None else _as_float(arguments.scale)

@@ -347,7 +347,14 @@ class Operation(Generic[AnyRecord]):
 
     def find(self, record: AnyRecord) -> Any:
         """Return the kind of a plain eager call; None for the first one of a kind, and for one that has no key."""
-        kind = self.repeat(record)
+        try:
+            kind = self.repeat(record)
+        except (
+            AttributeError,
+            RuntimeError,
+            TypeError,
+        ):  # as `key_or_none`: a wrong argument, which a check is to name
+            return None
         return self.look_up(record) if kind is None else kind
 
     def look_up(self, record: AnyRecord) -> Any:

@@ -114,7 +114,7 @@ def choose(impl: str | None, device: torch.device, call: RopeCall | None = None,
     if impl is None:
         names = IMPLEMENTATIONS if device.type == "cuda" else _CPU_IMPLEMENTATIONS
         return next(name for name in names if why_not(name, device, call, has_norm=has_norm) is None)
-    if impl not in BACKENDS:
+    if not isinstance(impl, str) or impl not in BACKENDS:
         raise ValueError(f"impl is {impl!r}, but must be None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
     reason = why_not(impl, device, call, has_norm=has_norm)
     if reason is not None:

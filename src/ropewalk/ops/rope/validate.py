@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import CreationMeta, _get_creation_meta
 
-from ropewalk.ops.arguments import check_dense, check_pair_block
+from ropewalk.ops.arguments import check_dense, check_flags, check_pair_block
 from ropewalk.ops.rope.call import RopeFlags
 
 LAYOUTS = ("bthd", "bhtd", "thd")
@@ -34,6 +34,7 @@ def check_arguments(
     """Raise unless the arguments fit together, by their metadata alone."""
     layout = flags.layout
     check_tensors(q, k, layout)
+    check_flags(flags, "interleaved", "inverse", "inplace")
     head_dim = q.shape[-1]
     batch, tokens = as_bthd(q, layout).shape[:2]
     _check_tables(q, cos, sin, positions, batch, tokens, layout)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ropewalk import device as gpu
 from ropewalk.ops.attention.call import AttentionCall, RopeTable, as_bhtd, from_bhtd
 from ropewalk.ops.attention.plans.inputs import UNCHECKED, Inputs, Rows, find_paths, sides_of, tensors_of_caller
 from ropewalk.ops.attention.tables import bind_norm, identity_of, norm_call, with_rows
@@ -89,6 +90,7 @@ class _Norms(Operation[NormedCall]):
         call = resolve(record.call)
         is_plannable = is_plain_eager(*tensors_of_caller(record.call), record.q_weight, record.k_weight)
         is_plannable = is_plannable and type(call.scheme) is Rope and call.q.device == call.k.device
+        is_plannable = is_plannable and gpu.why_no_triton(call.q.device) is None  # whose kernel makes rows of tables
         if not is_plannable or find_paths(call, record.call) is None:
             return None
         return plan_or_none(_Kind, call, record)  # type: ignore[no-any-return]
