@@ -3,7 +3,9 @@
 import re
 from typing import Any
 
+import pytest
 import typer
+from typer.testing import CliRunner
 
 from ropewalk import cli
 from ropewalk.cli import app, bench
@@ -52,6 +54,28 @@ def test_each_option_has_a_sentence() -> None:
         assert text.endswith("."), text
         assert not re.match(r"(What|Of|By|Which|How|Where)\b", text), text
         assert not re.search(r"\. (What|Of|By|Which|How|Where)\b", text), text
+
+
+def pages_of_help(command: Any, *path: str) -> list[tuple[tuple[str, ...], Any]]:
+    inner = [page for key, each in getattr(command, "commands", {}).items() for page in pages_of_help(each, *path, key)]
+    return [(path, command), *inner]
+
+
+@pytest.mark.parametrize(("path", "command"), pages_of_help(typer.main.get_command(app)), ids=str)
+def test_the_help_prints_each_extra(path: tuple[str, ...], command: Any) -> None:
+    """What is between brackets would be markup to rich."""
+    result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "400"})
+    printed = " ".join(result.stdout.split())
+    assert "extra ." not in printed
+    assert "\\[" not in printed
+    texts = [command.help or "", *(getattr(parameter, "help", None) or "" for parameter in command.params)]
+    assert all(name in printed for text in texts for name in re.findall(r"\[[a-z]+\]", text))
+
+
+def test_the_extra_of_bert_positions_is_in_its_help() -> None:
+    for path in ([], ["experiment"], ["experiment", "bert-positions"]):
+        printed = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "400"}).stdout
+        assert "extra [train]." in " ".join(printed.split()), path
 
 
 def test_the_help_lists_what_there_is() -> None:

@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 experiment = typer.Typer(
-    help="Train small models, and measure what they do; bert-positions needs the extra [train].", no_args_is_help=True
+    help="Train small models, and measure what they do; bert-positions needs the extra \\[train].", no_args_is_help=True
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment, name="experiment")
@@ -156,7 +156,7 @@ command(
 command(
     *(experiment, "bert-positions", "experiments.bert_positions.run.run_bert_positions", _POSITIONS),
     "Pre-train a BERT for each position scheme on real text, and compare them at the training length and beyond.\n\n"
-    "It needs the extra [train]. "
+    "It needs the extra \\[train]. "
     "A stopped or killed run goes on with --resume, by the settings in its output folder if no others are passed. On "
     "several GPUs: torchrun --nproc-per-node N -m ropewalk experiment bert-positions …",
 )
