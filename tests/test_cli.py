@@ -268,6 +268,13 @@ command.main()
     assert "transformers is not installed" in done.stdout
 
 
+@pytest.mark.parametrize("arguments", ["doctor", "bench rope --list", "--help"])
+def test_a_reader_that_has_enough_ends_the_command_quietly(arguments: str) -> None:
+    script = f"'{sys.executable}' -m ropewalk {arguments} | true"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["ropewalk", "demo"])
     for missing, expected in (

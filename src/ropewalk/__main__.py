@@ -1,5 +1,6 @@
 """`ropewalk`, `python -m ropewalk` and `torchrun -m ropewalk`: the command, if the packages that it needs are there."""
 
+import os
 import sys
 import warnings
 from importlib.util import find_spec
@@ -20,7 +21,12 @@ def main() -> None:
     if is_doctor:
         from ropewalk.doctor import doctor
 
-        doctor()
+        try:
+            doctor()
+            sys.stdout.flush()
+        except BrokenPipeError:  # a reader like `head` has enough; what is left goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None
         return
     from ropewalk.cli import app
 

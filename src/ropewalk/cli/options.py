@@ -52,6 +52,8 @@ def command(
         except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not type(error).__module__.startswith("ropewalk."):
                 raise
+            if isinstance(error, BrokenPipeError):  # a reader like `head` has enough: click ends quietly
+                raise
             said, package = str(error), (getattr(error, "name", None) or "").partition(".")[0]
             if isinstance(error, ModuleNotFoundError) and "pip install" not in said and package in EXTRAS:
                 said = f"{package} is not installed: pip install 'ropewalk[{EXTRAS[package]}]'"
