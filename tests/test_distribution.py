@@ -71,7 +71,7 @@ def test_the_readme_of_an_index_has_no_relative_link(dist):
     assert not [target for target in targets if not target.startswith("https://")]
     assert f"![speed over other libraries]({URL}/raw/" in text
     assert f"({URL}/blob/" in text
-    assert f"$ pip install git+{URL}\n" in text
+    assert f"$ pip install git+{URL}  # no clone needed\n" in text
     assert ".svg" not in text
 
 

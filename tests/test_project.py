@@ -41,7 +41,7 @@ def test_a_url_is_set_in_one_place_and_shown_in_all(copy):
     assert f"\nrepository-code: {URL}\n" in found["CITATION.cff"]
     assert f"\nrepo_url: {URL}\n" in found["mkdocs.yml"]
     assert f"url     = {{{URL}}}," in found["docs/versions.md"]
-    assert f"$ pip install git+{URL}\n$ pip install .\n" in found["docs/quickstart.md"]
+    assert f"$ pip install git+{URL}  # no clone needed\n$ pip install .\n" in found["docs/quickstart.md"]
     other = URL.replace("somebody", "another")
     project.write(copy, other)
     moved = texts(copy, SHOWING)

@@ -155,7 +155,7 @@ def with_install(text: str, project: Project) -> str:
     for label, value in badges(project).items():
         text = re.sub(rf"\[!\[[^\]]*\]\({BADGES}/{label}\.svg\)", f"[![{label} {value}]({BADGES}/{label}.svg)", text)
     text = re.sub(r"^\$ pip install git\+.*\n", "", text, flags=re.MULTILINE)
-    line = f"$ pip install git+{project.url}\n" if project.url else ""
+    line = f"$ pip install git+{project.url}  # no clone needed\n" if project.url else ""
     return text.replace("$ pip install .", f"{line}$ pip install .", 1)
 
 
