@@ -180,6 +180,8 @@ def test_links_to_nowhere_are_noticed():
     assert check_link(page, "faq.md#no-such-heading") == "faq.md has no heading no-such-heading"
     assert check_link(page, "no-such-page.md") == "no-such-page.md does not exist"
     assert "outside of docs" in (check_link(page, "../README.md") or "")
+    assert check_link(page, "../results/rope-h200.jsonl") is None
+    assert check_link(page, "results/rope-h200.jsonl") == "results/rope-h200.jsonl does not exist"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
@@ -206,7 +208,7 @@ def test_the_first_page_links_every_page():
     assert len(pages) > 100
     apart = re.compile(r"(notes|kernels)/(?!index\.md)")
     expected = {page for page in pages if not apart.match(page)} - {"index.md"}
-    linked = {target.partition("#")[0] for target in links(ROOT / "docs" / "index.md")}
+    linked = {target.partition("#")[0].removeprefix("../") for target in links(ROOT / "docs" / "index.md")}
     assert sorted(expected - linked) == []
 
 
@@ -366,6 +368,8 @@ def test_the_site_builds_and_loads_nothing(site):
     formulas = [found for page in pages for found in re.findall("<math.*?</math>", page.read_text(encoding="utf-8"))]
     assert len(formulas) == sum(block.language == "math" for page in PAGES for block in blocks(page)) > 20
     assert [formula for formula in formulas if "\\" in formula] == [], "a command of LaTeX that is not known"
+    for page, drawing in (("gallery", "gallery-rope"), ("kernels/rotation-cuda", "rotation-cuda")):
+        assert f'<title id="{drawing}-title">' in (site / page / "index.html").read_text(encoding="utf-8"), page
     assert '<span id="line-5-2" style="--indent: 4ch">' in (site / "quickstart/index.html").read_text(encoding="utf-8")
     for style in site.rglob("*.css"):
         assert not re.search(r"@import|url\([\"']?(https?:)?//", style.read_text(encoding="utf-8")), style.name

@@ -129,7 +129,7 @@ def test_a_second_card_with_few_cases_has_only_columns_with_numbers(folder):
     assert last == "B4 T4096 H32 D128, causal, forward, H100 |"
     one, both = alone["records"].splitlines(), tables.make("records", folder).splitlines()
     assert both[: len(one)] == one
-    assert ["[attention-h100](results/attention-h100.jsonl)" in line for line in both[len(one) :]] == [True]
+    assert ["[attention-h100](../results/attention-h100.jsonl)" in line for line in both[len(one) :]] == [True]
 
 
 def test_a_second_card_may_have_other_records_than_attention(folder):

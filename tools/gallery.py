@@ -18,9 +18,9 @@ def figure_path(name: str) -> Path:
     return FIGURES / f"gallery-{name}.svg"
 
 
-def show(name: str) -> list[str]:
+def show(name: str, title: str) -> list[str]:
     """Return the lines that put a picture on a page."""
-    return ['<figure markdown="0">', f'--8<-- "figures/{figure_path(name).name}"', "</figure>", ""]
+    return [f"![{title}](figures/{figure_path(name).name})", ""]
 
 
 def section(name: str, picture: Picture) -> list[str]:
@@ -31,7 +31,7 @@ def section(name: str, picture: Picture) -> list[str]:
     if len(code[0]) > 120:
         code = ["attention(", f"    {tensors}, {picture.call}", ")"]
     lines = [f"### {picture.title}", "", picture.sentence, "", f"`ropewalk draw {name}` draws this call:", ""]
-    return [*lines, "```python", *code, "```", "", *show(name)]
+    return [*lines, "```python", *code, "```", "", *show(name, picture.title)]
 
 
 def sections() -> str:
@@ -39,12 +39,13 @@ def sections() -> str:
     lines = ["## Schemes", ""]
     for name, picture in SCHEMES.items():
         lines += section(name, picture)
-    lines += ["### Relative position against distance", ""]
+    title = "Relative position against distance"
+    lines += [f"### {title}", ""]
     lines += [
         "Beyond a window ReRoPE holds the relative position, leaky ReRoPE and Self-Extend let it grow slowly.",
         "",
     ]
-    lines += [f"`ropewalk draw {RELATIVE}` draws them beside RoPE's:", "", *show(RELATIVE)]
+    lines += [f"`ropewalk draw {RELATIVE}` draws them beside RoPE's:", "", *show(RELATIVE, title)]
     lines += ["## Masks", ""]
     for name, picture in MASKS.items():
         lines += section(name, picture)

@@ -227,7 +227,7 @@ The formulas of that truth, `tests/products/truth.py`, share no code with the li
 ## On a GPU
 
 This is one run on an {device} of {date}, at commit {commit}.
-[The record](results/products-h200.json) has the versions and the machine.
+[The record](../results/products-h200.json) has the versions and the machine.
 
 | `impl=` | pairs of values that run | pairs without a call |
 | --- | --- | --- |

@@ -664,7 +664,9 @@ def goals(book: Book) -> Table:
         verdicts = [one.met for one in targets.judge(book.record(name))] if name in book.paths else []
         if verdicts:
             file = f"{name}-{book.card}.jsonl"
-            found.append([f"[{name}-{book.card}](results/{file})", *map(str, (sum(verdicts), verdicts.count(False)))])
+            found.append(
+                [f"[{name}-{book.card}](../results/{file})", *map(str, (sum(verdicts), verdicts.count(False)))]
+            )
     return Table(["record", "targets met", "missed"], found, of_all=True)
 
 
@@ -684,7 +686,9 @@ def records(book: Book) -> Table:
         }
         if any(run.get("dirty") for run in runs):
             texts[0] += ", with changes"
-        found.append([f"[{name}-{book.card}](results/{name}-{book.card}.jsonl)", *texts, ", ".join(peers) or NOTHING])
+        found.append(
+            [f"[{name}-{book.card}](../results/{name}-{book.card}.jsonl)", *texts, ", ".join(peers) or NOTHING]
+        )
     headings = ["record", "commit", "date", "GPU", "torch", "Triton", "other libraries"]
     return Table(headings, found, of_all=True)
 

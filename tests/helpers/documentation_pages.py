@@ -91,13 +91,11 @@ def check_link(page: Path, target: str) -> str | None:
         return None
     name, _, anchor = target.partition("#")
     in_site = ROOT / "docs" in page.parents
-    if in_site and name.startswith("results/"):  # which the site has too
-        return None if (ROOT / name).exists() else f"{target} does not exist"
     place = (page.parent / name).resolve() if name else page
     if not place.exists():
         return f"{target} does not exist"
-    if in_site and ROOT / "docs" not in (place, *place.parents):
-        return f"{target} is outside of docs, where the site has nothing: link to the repository, or name the file"
+    if in_site and not {ROOT / "docs", ROOT / "results"} & {place, *place.parents}:
+        return f"{target} is outside of docs and results, and not on the site: link to the repository, or name the file"
     if anchor and place.suffix == ".md" and anchor not in _anchors(place):
         return f"{place.name} has no heading {anchor}"
     return None

@@ -82,7 +82,7 @@ MASKS = {
         "Sliding window", "A query attends the last keys alone, its own among them.", "causal=True, window=8"
     ),
     "window-two-sided": Picture(
-        "Window with two sides", "A query attends eight keys before it and two after it.", "window=(8, 2)"
+        "Window with two sides", "A query attends its own key, eight before it and two after it.", "window=(8, 2)"
     ),
     "prefix": Picture(
         "Prefix",
@@ -321,6 +321,7 @@ def _svg(name: str, title: str, sentence: str, height: int, body: Sequence[str])
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
             f'aria-labelledby="{ids}-title {ids}-desc" style="width:480px;max-width:100%;height:auto;'
             f'font-family:sans-serif" fill="currentColor">',
+            "<style>svg:root{background:#fff}</style>",  # of a file by itself; in a page it has the page's
             f'<title id="{ids}-title">{escaped[0]}</title>',
             f'<desc id="{ids}-desc">{escaped[1]}</desc>',
             *body,
