@@ -193,7 +193,7 @@ def test_the_overview_names_what_is_slower():
     assert len(table.splitlines()) == len(shown) + len(overview.USUAL_MODELS) + 2 + 2 > 10
     assert table.count("**slower**") == len(slower) + min(len(losers), 1)
     of_one = overview.Comparison(shown[0].line, 2.0, None, {"vllm": 1.0}, shown[0].run)
-    assert "| 2.00\u00a0µs | [0.50 × vLLM](results/rope-h200.jsonl), **slower** |" in overview.make_overview([of_one])
+    assert "| 2.00\u00a0µs | [0.50 × vLLM](results/rope-h200.jsonl), **slower**" in overview.make_overview([of_one])
     for one in found:
         assert min(one.peers.values()) > 0
         assert set(one.peers) <= set(overview.COLOURS)
@@ -223,7 +223,8 @@ def test_no_column_of_a_table_repeats_another():
 
 def test_readme_and_results_have_one_factor_for_a_case():
     [book, *_] = tables.books()
-    factors = {row[0]: row[-1].strip("*") for row in tables.choices(book).rows}
+    # A factor over another library than the best one by medians names it.
+    factors = {row[0]: f"{row[-1].strip('*').partition(' ×')[0]} ×" for row in tables.choices(book).rows}
     gains = g.find_gains(row for record in book.compared for row in record.rows)
     times = {
         (one.lead["case"]["name"], one.lead["mode"]): one.times for one in gains if one.lead.get("protocol") == "hot"
@@ -278,6 +279,47 @@ def test_no_verdict_is_against_eager_pytorch():
         assert not [one for one in choices if {*one.peers} & peers.EAGER]
     assert not [one for one in overview.comparisons() if {*one.peers} & peers.EAGER]
     assert "eager" not in tables.make("rotation").partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "choices"])
+def test_a_row_is_marked_where_its_run_lacked_a_library_of_others(name):
+    book = tables.books()[0]
+    table, lines = tables.TABLES[name](book), tables.make(name).splitlines()[2:]
+    lacked = [run["peers"]["flash_attn_3"].startswith("missing") for run in table.of_runs]
+    assert 0 < sum(lacked) < len(lacked) == len(table.rows)
+    for row, line, is_marked in zip(table.rows, lines, lacked, strict=False):
+        for at in table.against:
+            assert line.strip("| ").split(" | ")[at] == row[at] + is_marked * " †"
+    assert "† The run of this cell lacked FlashAttention-3, " in tables.make(name)
+
+
+def test_the_better_of_two_libraries_is_first():
+    units = {"µs": 1.0, "ms": 1e3}
+    for row in tables.choices(tables.books()[0]).rows:
+        times = [float(cell.split()[0]) * units[cell.split()[1].strip(",")] for cell in row[2:4] if cell != "–"]
+        assert times == sorted(times)
+
+
+def test_verdicts_count_comparisons_with_flash_attention_3_and_decoding_without_a_graph():
+    book = tables.books()[0]
+    text = " ".join(tables.make("verdicts").split())
+    slower = total = 0
+    for group in book.rows("rope"):
+        if group[0]["mode"] == "decode":
+            ours = g.rotation_of(group)
+            peer = min(row["time"]["p50"] for row in group if tables.is_peer(row))
+            slower += peer / ours["time"]["p50"] < 1 / (1 + g.SAME)
+            total += 1
+    assert f"another library is more than 2 % faster in {slower} of {total} decode cases" in text
+    found = re.search(r"FlashAttention-3 was installed in the runs of (\d+) of (\d+) comparisons", text)
+    said = text[found.end() :].partition("Other libraries")[0]
+    assert sum(map(int, re.findall(r"(\d+) (?:faster|within|slower)", said))) == int(found[1]) < int(found[2])
+
+
+def test_every_record_is_on_the_page_of_results():
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    names = [path.name for path in tables.RESULTS.iterdir() if path.suffix in (".json", ".jsonl")]
+    assert [name for name in names if f"](results/{name})" not in text] == []
 
 
 def test_a_loss_shows_no_time_that_says_the_opposite():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tables import CARD, RESULTS, Book, books, fold, hot_choices, is_peer, make, show_picks, time_of
+from tables import CARD, RESULTS, Book, Marks, books, fold, hot_choices, is_peer, make, show_picks, time_of
 
 from ropewalk.bench.attention.bench import AttentionBench
 from ropewalk.bench.core.figure import COLOURS, OURS, marker_of, page_figure
@@ -113,21 +113,25 @@ def comparisons() -> list[Comparison]:
 
 def make_overview(found: Sequence[Comparison], models: Sequence[Gain] = ()) -> str:
     """Return README's table: ours, by what `impl=None` picks, and how many times as fast as the best peer that is."""
+    in_table = [one for one in found if one.line.in_table]
+    names = {name for one in in_table for name in one.peers}.union(*(one.timed for one in models))
+    runs = [*(one.run for one in in_table), *(books()[0].run_of(one.lead) for one in models)]
+    marks = Marks([*names], runs)
     lines = ["| one H200, bf16 | Ropewalk | times as fast as the best other |", "| --- | --- | --- |"]
-    for one in (one for one in found if one.line.in_table):
+    for one in in_table:
         if one.choice is not None and one.choice.best_peer is not None:
             times, name = one.choice.best_peer
         else:
             name = min(one.peers, key=one.peers.__getitem__)
             times = one.peers[name] / one.ours
         shown = duration(one.ours) if one.choice is None else show_picks(one.choice)
-        lines.append(f"| {one.line.label} | {shown} | {_verdict(times, name, one.record)} |")
+        lines.append(f"| {one.line.label} | {shown} | {_verdict(times, name, one.record)}{marks.of(one.run)} |")
     for label, gain in _shown_models(models):
         assert gain.ours is not None
         assert gain.peer is not None
         verdict = _verdict(gain.times or 0.0, gain.peer["impl"], f"training-{CARD}")
         lines.append(f"| {label} | {duration(time_of(gain.ours))} | {verdict} |")
-    said = []
+    said = marks.explain()
     if models:
         counts = [sum(gain.outcome == one for gain in models) for one in (FASTER, LEVEL, SLOWER)]
         said.append(
@@ -135,9 +139,6 @@ def make_overview(found: Sequence[Comparison], models: Sequence[Gain] = ()) -> s
             f"{counts[0]} of {len(models)} train faster, {counts[1]} within 2 %, {counts[2]} slower; "
             "the table has two usual ones, the best and the worst."
         )
-    names = {name for one in found if one.line.in_table for name in one.peers}.union(*(one.timed for one in models))
-    runs = [one.run for one in found if one.line.in_table]
-    runs += [books()[0].run_of(one.lead) for one in models]
     return "\n".join(lines) + "\n\n" + fold([*said, *name_measured(names, runs)])
 
 

@@ -23,8 +23,8 @@ from ropewalk.bench.core.records import parse_lines
 from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.host.bench import HostBench
 from ropewalk.bench.report import gains as g
-from ropewalk.bench.report.page import NOT_MEASURED, NOTHING, duration
-from ropewalk.bench.report.peers import EAGER, NAMES, name_measured
+from ropewalk.bench.report.page import BEST_TWO, NOT_MEASURED, NOTHING, best_two, duration, peers_of_choice
+from ropewalk.bench.report.peers import EAGER, NAMES, lacked_by, name_measured
 from ropewalk.bench.rope.bench import MULTIPLY, NormBench, RopeBench, SweepBench
 from ropewalk.bench.training.bench import TrainingBench
 
@@ -74,7 +74,8 @@ MASKS = {
 
 
 _OURS = ("gluon", "triton")
-BEST_TWO = ("best other", "second best")  # of a table that would not hold a column for each library
+_MARKS = "†‡§¶"  # of cells whose run lacked a library, one for each set of them
+FLASH_3 = "flash_attn_3"  # which few runs had, and which is the fastest other library where they had it
 
 
 class Book:
@@ -163,6 +164,8 @@ class Table(NamedTuple):
 
     Without columns a second card adds rows, if rows are `of_all` cards. `beside` are the rows of records that are held
     against other libraries: under the table it says which ones were timed in them. None: the table compares ours alone.
+    Where rows are `of_runs`, the lines about the runs, the cells `against` other libraries are marked if their run
+    lacked one that others had. `said` are more sentences under the table.
     """
 
     headings: Sequence[str]
@@ -170,6 +173,9 @@ class Table(NamedTuple):
     again: tuple[int, ...] = ()
     of_all: bool = False
     beside: Sequence[Row] | None = None
+    of_runs: Sequence[Row] = ()
+    against: tuple[int, ...] = ()
+    said: Sequence[str] = ()
 
     def render(self, others: Mapping[str, Table]) -> str:
         """Return Markdown; `others` are the same tables of other cards, by their names."""
@@ -232,13 +238,6 @@ def versus(rows: Iterable[Row], ours: float | None, quantity: str = "time") -> s
     return NOTHING if theirs is None else f"{us(theirs)}, {NAMES[name]}, {ratio(theirs, ours)}"
 
 
-def others(times: Mapping[str, float], show: Callable[[str], str], first: str | None = None) -> list[str]:
-    """Return two cells, the best other library and the second, of what `show` says of each; `first` comes first."""
-    order = sorted(times, key=lambda name: (name != first, times[name]))
-    cells = [f"{show(name)}, {NAMES[name]}" for name in order[:2]]
-    return cells + [NOTHING] * (2 - len(cells))
-
-
 def in_words(row: Row) -> str:
     """Describe a case without what all cases of a table have in common."""
     text = g.describe_case({"benchmark": "attention", **row}).replace(", bfloat16", "")
@@ -254,7 +253,7 @@ def rotation(book: Book) -> Table:
     headings = ["case"]
     for way in ("forward", "backward"):
         headings += [f"{way}: CUDA", "Triton", "of a copy", "best other, µs, and × of it"]
-    found, beside, firsts = list[list[str]](), list[Row](), dict[str, bool]()
+    found, beside, runs, firsts = list[list[str]](), list[Row](), list[Row](), dict[str, bool]()
     for lead, rows in book.each("rope", "fwd"):
         case = lead["case"]
         # One order of pairs is enough but for one shape.
@@ -264,14 +263,14 @@ def rotation(book: Book) -> Table:
             continue
         cells = [in_words(lead)]
         for of in (rows, book.find("rope", case["name"], "bwd", variant_of(case))):
-            ours, _ = best(of.values(), "ours")
+            ours = g.rotation_of(of.values())
             kernels = (of.get(name) for name in ("native", "triton"))
-            copied = max((row["copy_ratio"] for row in of.values() if row["kind"] == "ours"), default=None)
-            cells += [*(us(time_of(row)) for row in kernels), NOTHING if copied is None else f"{copied:.2f}"]
-            cells.append(versus(of.values(), ours))
+            cells += [*(us(time_of(row)) for row in kernels), number(ours, "copy_ratio", ".2f")]
+            cells.append(versus(of.values(), time_of(ours)))
             beside += of.values()
         found.append(cells)
-    return Table(headings, found, again=(1, 5), beside=beside)
+        runs.append(book.run_of(lead))
+    return Table(headings, found, again=(1, 5), beside=beside, of_runs=runs, against=(4, 8))
 
 
 def _is_norm(case: Mapping[str, Any]) -> bool:
@@ -292,7 +291,7 @@ def decode_rotation(book: Book) -> Table:
     cells = []
     for lead, rows in found:
         times = {row["impl"]: time for row in rows.values() if is_peer(row) and (time := time_of(row, "graph"))}
-        peers = others(times, lambda name, times=times: us(times[name]))
+        peers = best_two(times, lambda name, times=times: us(times[name]))
         cells.append([in_words(lead), *(us(time_of(rows.get(name), "graph")) for name in ours), *peers])
     return Table(["case", *ours.values(), *BEST_TWO], cells, (1,), beside=_rows(found))
 
@@ -308,7 +307,8 @@ def host_rotation(book: Book) -> Table:
         ("`apply_rope`, out of place", "native", outside),
     ]
     for name in _peers_of(known.values(), "host"):
-        calls.append((NAMES[name], name, inside if any(name in known[case, inside] for case in cases) else outside))
+        place = inside if any(name in known[case, inside] for case in cases) else outside
+        calls.append((f"{NAMES[name]}, {place.partition('/')[2]}", name, place))
     found = []
     for title, name, place in calls:
         cells = [title]
@@ -349,11 +349,10 @@ def norm(book: Book) -> Table:
             case = lead["case"]
             if not _is_norm(case):
                 continue
-            quantity = "graph" if any("graph" in row for row in rows.values() if row["kind"] == "ours") else "time"
-            ours, name = best(rows.values(), "ours", quantity)
-            copied = rows[name].get("copy_ratio") if name and quantity == "time" else None
-            cells = [f"{case['name']}: {in_words(lead)}, {MODES[mode]}", us(ours)]
-            cells.append(NOTHING if copied is None else f"{copied:.2f}")
+            ours = g.rotation_of(rows.values())
+            quantity = "graph" if "graph" in (ours or {}) else "time"
+            cells = [f"{case['name']}: {in_words(lead)}, {MODES[mode]}", us(time_of(ours, quantity))]
+            cells.append(number(ours if quantity == "time" else None, "copy_ratio", ".2f"))
             found.append([*cells, *(us(time_of(rows.get(peer), quantity)) for peer in names)])
             beside += rows.values()
     return Table(["case", "Ropewalk, µs", "of a copy", *(NAMES[name] for name in names)], found, (1,), beside=beside)
@@ -366,33 +365,39 @@ def kernels(mode: str) -> Callable[[Book], Table]:
     """Make the table of the kernels alone in a mode: TFLOP/s of ours and of the two best other libraries."""
 
     def make(book: Book) -> Table:
-        found = []
+        found, runs = [], list[Row]()
         for lead, rows in book.each("attention", mode):
             _, name = best(rows.values(), "ours")
             peers = {row["impl"]: row for row in rows.values() if is_peer(row)}
             times, other = (g.against_peers(rows[name], peers.values()) if name else None) or (None, None)
             spent = {one: time for one, row in peers.items() if (time := time_of(row))}
-            best_two = others(
+            two = best_two(
                 spent, lambda one, peers=peers: number(peers[one], "tflops"), None if other is None else other["impl"]
             )
             verdict = NOTHING if other is None else f"{ratio(times, 1.0)} {NAMES[other['impl']]}"
-            found.append([in_words(lead), *(number(rows.get(one), "tflops") for one in _OURS), *best_two, verdict])
+            found.append([in_words(lead), *(number(rows.get(one), "tflops") for one in _OURS), *two, verdict])
+            runs.append(book.run_of(lead))
         headings = ["case", *_OURS, *BEST_TWO, "our faster one, × the best other"]
-        return Table(headings, found, (1, 5), beside=_rows(book.each("attention", mode)))
+        beside = _rows(book.each("attention", mode))
+        return Table(headings, found, (1, 5), beside=beside, of_runs=runs, against=(3, 5))
 
     return make
 
 
 def choices(book: Book) -> Table:
     """RoPE and attention: the pick of `impl=None`, and the two best other libraries."""
-    found = []
+    found, runs = [], list[Row]()
     for one in hot_choices(book):
         case = f"{in_words(one.lead)}, {MODES[one.lead['mode']]}"
-        times, name = one.best_peer or (None, None)
-        best_two = others(one.peers, lambda name, one=one: duration(one.peers[name]), name)
-        found.append([case, show_picks(one), *best_two, ratio(times, 1.0)])
+        first, second = peers_of_choice(one)
+        times, name = one.best_peer or (None, "")
+        # Over rounds another library may be the best one than by medians.
+        of = "" if not name or first.endswith(f", {NAMES[name]}") else f" {NAMES[name]}"
+        found.append([case, show_picks(one), first, second, f"{ratio(times, 1.0)}{of}"])
+        runs.append(book.run_of(one.lead))
     beside = [row for mode in ("train", "decode", *REROPE) for row in _rows(book.each("attention", mode))]
-    return Table(["case", "`impl=None`", *BEST_TWO, "× the best other"], found, (1, 4), beside=beside)
+    headings = ["case", "`impl=None`", *BEST_TWO, "× the best other"]
+    return Table(headings, found, (1, 4), beside=beside, of_runs=runs, against=(2, 4))
 
 
 @functools.cache
@@ -631,7 +636,48 @@ def verdicts(book: Book) -> Table:
         times = [gain.times for gain in group if gain.times is not None]
         found.append([title, *counts, *(f"{of(times):.2f} ×" for of in (statistics.median, min, max))])
     headings = ["ours over the best other library", "faster", "within 2 %", "slower", "median", "least", "most"]
-    return Table(headings, found, (1, 2, 3), beside=_compared(book))
+    said = [*_say_cold(book), *_say_with(book, FLASH_3, kinds)]
+    return Table(headings, found, (1, 2, 3), beside=_compared(book), said=said)
+
+
+def _say_cold(book: Book) -> Iterator[str]:
+    """Say how the rotations that are compared in a CUDA graph fare without one."""
+    rows = [row for record in book.compared for row in record.of("rope") if "graph" in row]
+    counts = []
+    for mode, what in (("decode", "decode cases"), ("fwd", "forwards")):
+        cold = g.find_gains((row for row in rows if row["mode"] == mode), in_graph=False)
+        known = [gain.outcome for gain in cold if gain.times is not None]
+        counts += [f"{known.count(g.SLOWER)} of {len(known)} {what}"] if known else []
+    if counts:
+        said = "Launched singly, with a cold cache, another library is more than 2 % faster in"
+        yield f"{said} {' and '.join(counts)} that are compared in a CUDA graph{_on(book)}."
+
+
+def _say_with(book: Book, peer: str, kinds: Mapping[str, Sequence[g.Gain]]) -> Iterator[str]:
+    """Count the outcomes of the comparisons whose run had a library."""
+    lacking = {NAMES[peer]}
+    had, of = dict[str, list[g.Gain]](), 0
+    for title, group in kinds.items():
+        known = [gain for gain in group if peer in (book.run_of(gain.lead).get("peers") or {})]
+        runs = [book.run_of(gain.lead) for gain in known]
+        found = [one for one, run in zip(known, runs, strict=True) if not lacking & {*lacked_by(run, [peer], runs)}]
+        of += len(known)
+        had |= {title: found} if found else {}
+    if had:
+        count = sum(map(len, had.values()))
+        yield f"{NAMES[peer]} was installed in the runs of {count} of {of} comparisons of attention{_on(book)}. " + (
+            "Among those: " + "; ".join(f"{title}, {_count(group)}" for title, group in had.items()) + "."
+        )
+
+
+def _count(group: Sequence[g.Gain]) -> str:
+    words = {g.FASTER: "faster", g.LEVEL: "within 2 %", g.SLOWER: "slower"}
+    counts = ((sum(gain.outcome == one for gain in group), word) for one, word in words.items())
+    return ", ".join(f"{count} {word}" for count, word in counts if count)
+
+
+def _on(book: Book) -> str:
+    return "" if book.card == CARD else f" on one {book.card.upper()}"
 
 
 def _compared(book: Book) -> list[Row]:
@@ -645,7 +691,7 @@ def losses(book: Book) -> Table:
     card = "" if book.card == CARD else f", {book.card.upper()}"
     gains = g.find_gains(row for record in book.compared for row in record.rows)
     behind = [gain for gain in gains if gain.outcome == g.SLOWER and gain.lead.get("protocol", "hot") == "hot"]
-    found = []
+    found, runs = [], list[Row]()
     for gain in sorted(behind, key=lambda one: one.times or 0.0):
         assert gain.ours is not None
         assert gain.peer is not None
@@ -654,7 +700,9 @@ def losses(book: Book) -> Table:
         ours = f"{duration(time_of(gain.ours, gain.quantity))}, {gain.ours.get('served_by', gain.ours['impl'])}"
         # The median over rounds alone: beside it a median of the other's own might say the opposite.
         found.append([case, title, ours, f"{gain.times:.2f} × {NAMES[gain.peer['impl']]}"])
-    return Table(["case", "comparison", "ours", "ours, × the faster"], found, of_all=True, beside=_compared(book))
+        runs.append(book.run_of(gain.lead))
+    headings = ["case", "comparison", "ours", "ours, × the faster"]
+    return Table(headings, found, of_all=True, beside=_compared(book), of_runs=runs, against=(3,))
 
 
 def goals(book: Book) -> Table:
@@ -735,17 +783,44 @@ def make(name: str, folder: Path = RESULTS) -> str:
     if name not in TABLES:
         raise SystemExit(f"a page has a mark {name!r}, but there are tables {', '.join(TABLES)} and README's overview")
     card, *others = books(folder)
-    tables = {book: _without_empty_rows(TABLES[name](book)) for book in (card, *others)}
+    made = {book: TABLES[name](book) for book in (card, *others)}
+    timed, runs = list[str](), list[Row]()
+    for book, table in made.items():
+        timed += [row["impl"] for row in table.beside or () if is_peer(row)]
+        runs += [book.run_of(rows[0]) for rows in groups(table.beside or ())]
+    marks = Marks(timed, runs)
+    tables = {book: _without_empty_rows(marks.put(table)) for book, table in made.items()}
     if not tables[card].rows and name != "losses":
         raise SystemExit(f"the records of {card.card} have no row of table {name!r}: tools/record_all.py measures all")
     text = tables[card].render({book.card: tables[book] for book in others if tables[book].rows})
     if tables[card].beside is None:
         return text
-    timed, runs = list[str](), list[Row]()
-    for book, table in tables.items():
-        timed += [row["impl"] for row in table.beside or () if is_peer(row)]
-        runs += [book.run_of(rows[0]) for rows in groups(table.beside or ())]
-    return f"{text}\n{fold(name_measured(timed, runs))}"
+    said = [*marks.explain(), *(one for table in tables.values() for one in table.said)]
+    return f"{text}\n{fold([*said, *name_measured(timed, runs)])}"
+
+
+class Marks:
+    """Mark cells whose run lacked a library that was timed in other runs of the table, and say which."""
+
+    def __init__(self, timed: Sequence[str], runs: Sequence[Row]) -> None:
+        self.timed, self.runs = timed, runs
+        self.known: dict[tuple[str, ...], str] = {}
+
+    def of(self, run: Row) -> str:
+        """Return the mark of a run, after a space; nothing for one that had all."""
+        lacked = lacked_by(run, self.timed, self.runs)
+        return f" {self.known.setdefault(lacked, _MARKS[len(self.known)])}" if lacked else ""
+
+    def put(self, table: Table) -> Table:
+        """Return a table with marks in its cells against other libraries."""
+        rows = [list(row) for row in table.rows]
+        for row, run in zip(rows, table.of_runs, strict=False):
+            for at in table.against:
+                row[at] += "" if row[at] == NOTHING else self.of(run)
+        return table._replace(rows=rows)
+
+    def explain(self) -> list[str]:
+        return [f"{mark} The run of this cell lacked {', '.join(names)}." for names, mark in self.known.items()]
 
 
 def is_peer(row: Row) -> bool:

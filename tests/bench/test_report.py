@@ -30,8 +30,8 @@ from ropewalk.bench.report.gains import (  # noqa: E402
     read_records,
     taken,
 )
-from ropewalk.bench.report.page import duration, render  # noqa: E402
-from ropewalk.bench.report.peers import name_measured  # noqa: E402
+from ropewalk.bench.report.page import best_two, duration, render  # noqa: E402
+from ropewalk.bench.report.peers import lacked_by, name_measured  # noqa: E402
 from ropewalk.bench.rope.cases import CASES as ROTATIONS  # noqa: E402
 from ropewalk.cli import app  # noqa: E402
 from ropewalk.ops.attention.backends import CUDNN_FIRST, GLUON_FIRST, Rule  # noqa: E402
@@ -101,11 +101,61 @@ def test_rerope_is_against_two_calls_of_flash_attention_and_not_eager_pytorch(tm
     records = read_records([path])
     [gain], [choice] = gains_of(path), newest_choices(records)
     assert (gain.peer["impl"], gain.times) == ("flash", pytest.approx(1.04))
-    assert choice.time_of("flash_attn_4") == 10.4
+    assert choice.peers == {"flash": 10.4}
     assert choice.best_peer == (pytest.approx(1.04), "flash")
     assert "10.4\u00a0µs, two calls of FlashAttention-4" in render(records)
     alone = write(tmp_path / "b.jsonl", [row for row in rows if row["impl"] != "flash"], capability="9.0")
     assert [gain.outcome for gain in gains_of(alone)] == ["alone"]
+
+
+def test_a_rotation_is_of_what_its_user_gets_and_says_where_it_ran(tmp_path: Path) -> None:
+    """CUDA's, also where Triton is faster, and in no case the operator of another name."""
+    times = {"native": 10.0, "triton": 8.0, "rotary_embedding": 7.0, "compiled": 9.0}
+    kinds = {"compiled": "peer"}
+    rows = [timed(new_row(ROTATIONS[0], "fwd", one, kinds.get(one, "ours")), time) for one, time in times.items()]
+    path = write(tmp_path / "cold.jsonl", rows, "rope")
+    [gain] = gains_of(path)
+    assert (gain.ours["impl"], gain.times, gain.outcome) == ("native", pytest.approx(0.9), "slower")
+    without = write(tmp_path / "triton.jsonl", rows[1:], "rope")
+    assert [gain.ours["impl"] for gain in gains_of(without)] == ["triton"]
+    assert "in a CUDA graph, native" not in render(read_records([path]))
+    graph = {"native": 2.0, "triton": 3.0, "rotary_embedding": 1.0, "compiled": 4.0}
+    warm = write(
+        tmp_path / "warm.jsonl", [{**row, "graph": Quantiles(*3 * [graph[row["impl"]]])} for row in rows], "rope"
+    )
+    [gain], [cold] = gains_of(warm), find_gains(read_records([warm])[0].rows, in_graph=False)
+    assert (gain.ours["impl"], gain.times, gain.outcome) == ("native", pytest.approx(2.0), "faster")
+    assert (cold.ours["impl"], cold.times, cold.outcome) == ("native", pytest.approx(0.9), "slower")
+    assert "2.00\u00a0µs in a CUDA graph, native" in render(read_records([warm]))
+
+
+def test_the_picks_are_beside_the_two_best_libraries_whatever_they_are(tmp_path: Path) -> None:
+    times = {**TRAINING, ("flash_attn_3", "compiled rope"): 9.8, ("cudnn", "compiled rope"): 12.0}
+    page = render(read_records([write(tmp_path / "a.jsonl", attention(BY_NAME["gqa-8k-d128"], "train", times))]))
+    first, second = '<td data-label="best other">9.80\u00a0µs, FlashAttention-3', '<td data-label="second best">9.90'
+    assert f"{first}</td><td" in page
+    assert f"{second}\u00a0µs, FlashAttention-4</td>" in page
+
+
+def test_the_best_two_are_ordered_as_printed() -> None:
+    times = {"flash_attn_3": 10.52, "flash_attn_4": 10.48, "cudnn": 12.0}
+    shown = ["10.5 ms, FlashAttention-4", "10.5 ms, FlashAttention-3"]
+    assert best_two(times, lambda name: f"{times[name]:.1f} ms") == shown
+    assert best_two(times, lambda name: f"{times[name]:.1f} ms", "flash_attn_3") == shown[::-1]
+    assert best_two(times, lambda name: f"{times[name]:.2f} ms", "flash_attn_3")[0] == "10.48 ms, FlashAttention-4"
+    assert best_two({"cudnn": 1.0}, str) == ["cudnn, cuDNN", "–"]
+
+
+def test_a_run_lacks_what_other_runs_of_its_benchmark_had() -> None:
+    missing, base = "missing: flashinfer is not installed", {"benchmark": "attention"}
+    old = {**base, "peers": {"cudnn": "2.11.0", "flashinfer": missing}}
+    new = {**base, "peers": {"cudnn": "2.11.0", "cudnn_frontend": "1.32.0", "flashinfer": "0.7.4"}}
+    few = {**base, "peers": {"cudnn": "2.11.0"}}  # it asked for one library
+    rope = {"benchmark": "rope", "peers": {"flashinfer": missing}}
+    runs, timed = [old, new, few, rope], ("cudnn", "cudnn_frontend", "flashinfer", "eager")
+    lacked = [lacked_by(run, timed, runs) for run in runs]
+    assert lacked == [("FlashInfer", "cuDNN by its Python frontend"), (), (), ("FlashInfer",)]
+    assert lacked_by(old, ("cudnn",), runs) == ()
 
 
 def test_the_page_says_which_libraries_were_measured_and_which_were_not(tmp_path: Path) -> None:

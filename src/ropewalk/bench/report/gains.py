@@ -18,6 +18,7 @@ READ = ("rope", "attention", "training", "all")  # the benchmarks whose records 
 SAME = 0.02  # times within so much of each other are taken for equal
 FASTER, LEVEL, SLOWER, ABSENT, ALONE = "faster", "level", "slower", "absent", "alone"
 KERNELS = ("triton", "gluon")
+ROTATIONS = ("native", "triton", "reference")  # in the order of apply_rope's `impl=None`
 FLASH, FLASH_PEER = "flash", "flash_attn_4"  # the library as our backend, and as a peer
 # The title; ours and the peers' positions, and ours by name where it is one implementation that users get.
 Compared = tuple[str, str, str, "str | None"]
@@ -75,10 +76,6 @@ class Choice(NamedTuple):
     peers: dict[str, float]
     best_peer: tuple[float, str] | None  # how many times as fast the last pick is as the fastest peer, and that one
 
-    def time_of(self, peer: str) -> float | None:
-        """Return a peer's time; FlashAttention-4's of ReRoPE is that of two calls, merged."""
-        return self.peers.get(peer, self.peers.get(FLASH) if peer == FLASH_PEER else None)
-
 
 def _compared(row: Row) -> Compared:
     mode = row["benchmark"], row["mode"]
@@ -122,10 +119,16 @@ def share_of_roof(row: Row) -> float | None:
     return row.get("ratios", {}).get(COPY, share) if row["impl"] != COPY else 1.0
 
 
-def find_gains(rows: Iterable[Row]) -> list[Gain]:
-    """Compare every case by the newest run that timed its best peer; in the order of `COMPARED`."""
+def find_gains(rows: Iterable[Row], *, in_graph: bool = True) -> list[Gain]:
+    """Compare every case by the newest run that timed its best peer; in the order of `COMPARED`.
+
+    Small rotations are compared by their times in a CUDA graph, or without `in_graph` launched singly like all others.
+    """
     found: dict[tuple[object, ...], list[Gain]] = {}
-    for gain in filter(None, map(_compare, groups(_with_refused(rows), "protocol"))):
+    for group in groups(_with_refused(rows), "protocol"):
+        gain = _compare(group, in_graph)
+        if gain is None:
+            continue
         lead = gain.lead
         case = tuple(sorted((k, repr(v)) for k, v in lead["case"].items() if k not in ("modes", "yardstick")))
         key = lead["machine"], lead["benchmark"], case, lead["mode"], lead.get("protocol")
@@ -151,7 +154,7 @@ def _is_superseded(gain: Gain, others: Sequence[Gain]) -> bool:
     return gain.peer is not None and any(gain.peer["impl"] in other.timed for other in newer)
 
 
-def _compare(group: Sequence[Row]) -> Gain | None:
+def _compare(group: Sequence[Row], in_graph: bool) -> Gain | None:
     """Compare what was timed together; None: the mode holds no peers against ours, or there is nothing to say."""
     lead, name = group[0], _compared(group[0])[3]
     if lead["benchmark"] == "attention" and ("attention", lead["mode"]) not in COMPARED:
@@ -160,8 +163,10 @@ def _compare(group: Sequence[Row]) -> Gain | None:
     if name == AUTO:
         pick = taken(ours)
         ours = [] if pick is None else [pick]
-    # Small rotations are compared by their times in a CUDA graph, as far as ours have them.
-    quantity = "graph" if any("graph" in row for row in ours) else "time"
+    elif lead["benchmark"] == "rope":
+        pick = rotation_of(ours)
+        ours = ours if pick is None else [pick]
+    quantity = "graph" if in_graph and any("graph" in row for row in ours) else "time"
     timed = [row for row in peers if "time" in row]
     names = frozenset(row["impl"] for row in timed)
     best = min((row for row in ours if quantity in row), key=lambda row: row[quantity]["p50"], default=None)
@@ -235,6 +240,12 @@ def taken(ours: Sequence[Row]) -> Row | None:
         return auto
     sooner = takewhile(lambda name: name != FLASH, _order_of(auto))
     return next((by_name[name] for name in sooner if "time" in by_name.get(name, {})), auto)
+
+
+def rotation_of(rows: Iterable[Row]) -> Row | None:
+    """Return the row of what apply_rope's `impl=None` takes, of a case's rows; None: nothing of it was timed."""
+    known = {row["impl"]: row for row in rows if row["kind"] == "ours" and "time" in row}
+    return next((known[impl] for impl in ROTATIONS if impl in known), None)
 
 
 def after_flash(auto: Row) -> str:

@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +19,7 @@ from ropewalk.bench.report import gains as g
 from ropewalk.bench.report.gains import Gain, describe_case
 from ropewalk.bench.report.peers import NAMES, name_measured
 
-CHOICE_PEERS = {name: NAMES[name] for name in (g.FLASH_PEER, "cudnn", "flex")}
+BEST_TWO = ("best other", "second best")  # of a table that would not hold a column for each library
 NOT_MEASURED, NOTHING = "not measured", "–"
 # By outcome, on a light and on a dark page alike; the marker tells them apart too.
 _LOOKS = {g.FASTER: ("#2f7fe0", "circle"), g.LEVEL: ("#8a929c", "square"), g.SLOWER: ("#e0652f", "diamond")}
@@ -89,6 +89,7 @@ def render(records: Sequence[Record]) -> str:
     packed = [base64.b64encode(gzip.compress(x.encode(), mtime=0)).decode() for x in ("\n".join(script), items)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(time=duration, side=_side, describe=describe_case, share=g.share_of_roof, label=label)
+    environment.globals.update(best_two=peers_of_choice, best_two_names=BEST_TWO)
     template = environment.from_string((files(__package__) / "report.html").read_text(encoding="utf-8"))
     return template.render(
         devices=" · ".join(dict.fromkeys(run["device"] for _, run in runs)),
@@ -99,7 +100,6 @@ def render(records: Sequence[Record]) -> str:
         measured=name_measured({name for gain in gains for name in gain.timed}, map(run_of, gains)),
         same=g.SAME,
         choices=[choice for choice in g.newest_choices(records) if choice.lead.get("protocol") == "hot"],
-        choice_peers=CHOICE_PEERS,
         not_measured=NOT_MEASURED,
         losses=sorted((one for one in gains if one.outcome in (g.SLOWER, g.ABSENT)), key=lambda one: one.times or 0.0),
         bad=[row for row in rows if row["status"] in ("wrong", "failed")],
@@ -131,14 +131,31 @@ def duration(microseconds: float | None) -> str:
     return f"{value:.{max(3 - whole, 0)}f}\u00a0{unit}" if whole else f"{value:.3g}\u00a0{unit}"
 
 
+def best_two(times: Mapping[str, float], show: Callable[[str], str], first: str | None = None) -> list[str]:
+    """Return two cells, the other libraries of least time, as `show` has each; `first` comes first among equals."""
+    order = sorted(times, key=times.__getitem__)
+    equal = [name for name in order if show(name) == show(order[0])]
+    if first in equal:
+        order.sort(key=lambda name: name != first)
+    cells = [f"{show(name)}, {NAMES[name]}" for name in order[:2]]
+    return cells + [NOTHING] * (2 - len(cells))
+
+
+def peers_of_choice(choice: g.Choice) -> list[str]:
+    """Return the two best other libraries of a choice, with their times."""
+    first = None if choice.best_peer is None else choice.best_peer[1]
+    return best_two(choice.peers, lambda name: duration(choice.peers[name]), first)
+
+
 def _side(gain: Gain, row: Row | None) -> str:
     """Say how long one side of a comparison takes, and by which implementation."""
     if row is None:
         return NOTHING
+    time = duration(row.get(gain.quantity, {}).get("p50")) + (" in a CUDA graph" if gain.quantity == "graph" else "")
     if row["kind"] == "peer" or row is gain.peer:
-        return f"{duration(row.get(gain.quantity, {}).get('p50'))}, {NAMES.get(row['impl'], row['impl'])}"
+        return f"{time}, {NAMES.get(row['impl'], row['impl'])}"
     by = row.get("served_by", row["impl"])
-    return f"{duration(row.get(gain.quantity, {}).get('p50'))}, {row['impl']}{'' if by == row['impl'] else f' ({by})'}"
+    return f"{time}, {row['impl']}{'' if by == row['impl'] else f' ({by})'}"
 
 
 def _sentence(group: Sequence[Gain]) -> str:

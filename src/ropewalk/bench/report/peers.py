@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # By the name that records have, in the order of tables.
@@ -58,6 +58,24 @@ def name_measured(timed: Iterable[str], runs: Iterable[Mapping[str, Any]]) -> li
     absent = dict.fromkeys(name for peer, name in NAMES.items() if peer in missing and name not in by_name)
     sentences = [f"Other libraries that were measured: {', '.join(said)}."] if said else [_NONE]
     return [*sentences, f"Not installed, and so not measured: {', '.join(absent)}."] if absent else sentences
+
+
+def lacked_by(run: Mapping[str, Any], timed: Iterable[str], runs: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the libraries of those that were timed in any of `runs` that this run lacked, by their names in tables."""
+    known, by_name = {*timed} - EAGER, dict[str, list[str]]()
+    for peer in (peer for peer in NAMES if peer in known):
+        by_name.setdefault(NAMES[peer], []).append(peer)
+    runs = list(runs)
+    return tuple(name for name, peers in by_name.items() if _lacks(run, peers, runs))
+
+
+def _lacks(run: Mapping[str, Any], peers: Sequence[str], runs: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a run names all of a library's names as missing, or looked for all libraries before this was known."""
+    named = [peer for peer in peers if peer in (run.get("peers") or {})]
+    if named:
+        return all(_is_missing(run, peer) for peer in named)
+    like = (one.get("peers") or {} for one in runs if one["benchmark"] == run["benchmark"])
+    return _looked_for_all(run) and any(peer in found for found in like for peer in peers)
 
 
 def _is_missing(run: Mapping[str, Any], peer: str) -> bool:
