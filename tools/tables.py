@@ -665,8 +665,9 @@ def _say_with(book: Book, peer: str, kinds: Mapping[str, Sequence[g.Gain]]) -> I
         had |= {title: found} if found else {}
     if had:
         count = sum(map(len, had.values()))
-        yield f"{NAMES[peer]} was installed in the runs of {count} of {of} comparisons of attention{_on(book)}. " + (
-            "Among those: " + "; ".join(f"{title}, {_count(group)}" for title, group in had.items()) + "."
+        outcomes = "; ".join(f"{title}: {_count(group)}" for title, group in had.items())
+        yield (
+            f"{NAMES[peer]} was installed in the runs of {count} of {of} comparisons of attention{_on(book)}. {outcomes}."
         )
 
 
