@@ -666,9 +666,8 @@ def _say_with(book: Book, peer: str, kinds: Mapping[str, Sequence[g.Gain]]) -> I
     if had:
         count = sum(map(len, had.values()))
         outcomes = "; ".join(f"{title}: {_count(group)}" for title, group in had.items())
-        yield (
-            f"{NAMES[peer]} was installed in the runs of {count} of {of} comparisons of attention{_on(book)}. {outcomes}."
-        )
+        said = f"was installed in the runs of {count} of {of} comparisons of attention{_on(book)}"
+        yield f"{NAMES[peer]} {said}. {outcomes}."
 
 
 def _count(group: Sequence[g.Gain]) -> str:
