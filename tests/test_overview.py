@@ -319,7 +319,7 @@ def test_verdicts_count_comparisons_with_flash_attention_3_and_decoding_without_
 def test_every_record_is_on_the_page_of_results():
     text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     names = [path.name for path in tables.RESULTS.iterdir() if path.suffix in (".json", ".jsonl")]
-    assert [name for name in names if f"](results/{name})" not in text] == []
+    assert [name for name in names if f"](../results/{name})" not in text] == []
 
 
 def test_a_loss_shows_no_time_that_says_the_opposite():

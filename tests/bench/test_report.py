@@ -149,7 +149,7 @@ def test_the_best_two_are_ordered_as_printed() -> None:
 def test_a_run_lacks_what_other_runs_of_its_benchmark_had() -> None:
     missing, base = "missing: flashinfer is not installed", {"benchmark": "attention"}
     old = {**base, "peers": {"cudnn": "2.11.0", "flashinfer": missing}}
-    new = {**base, "peers": {"cudnn": "2.11.0", "cudnn_frontend": "1.32.0", "flashinfer": "0.7.4"}}
+    new = {**base, "peers": {"cudnn": "2.11.0", "cudnn_frontend": "1.32.0", "flashinfer": "0.7.4+g0"}}
     few = {**base, "peers": {"cudnn": "2.11.0"}}  # it asked for one library
     rope = {"benchmark": "rope", "peers": {"flashinfer": missing}}
     runs, timed = [old, new, few, rope], ("cudnn", "cudnn_frontend", "flashinfer", "eager")
@@ -170,13 +170,15 @@ def test_the_page_says_which_libraries_were_measured_and_which_were_not(tmp_path
 def test_a_library_that_some_cases_lacked_is_named_with_the_number_of_those_that_had_it() -> None:
     missing, base = "missing: flashinfer is not installed", {"benchmark": "attention", "torch": "2.11.0+cu130"}
     old = {**base, "peers": {"cudnn": "2.11.0", "flashinfer": missing}}
-    new = {**base, "peers": {"cudnn": "2.11.0", "cudnn_frontend": "1.32.0", "flashinfer": "0.7.4"}}
+    new = {**base, "peers": {"cudnn": "2.11.0", "cudnn_frontend": "1.32.0", "flashinfer": "0.7.4+g0"}}
     norm = {**base, "benchmark": "rope", "peers": {"compiled": "2.11.0"}}  # a benchmark that never asks for it
     few = {**base, "peers": {"cudnn": "2.11.0"}}  # and a run that asked for one library
     timed = ("cudnn", "cudnn_frontend", "flashinfer")
     [said] = name_measured(timed, [old, old, new, norm, few])
-    frontend = "cuDNN by its Python frontend 1.32.0 (in 1 of 3 cases)"
-    assert said == f"Other libraries that were measured: FlashInfer 0.7.4 (in 1 of 3 cases), cuDNN, {frontend}."
+    frontend = "cuDNN by its Python frontend 1.32.0 (installed in 1 of 3 cases)"
+    assert (
+        said == f"Other libraries that were measured: FlashInfer 0.7.4 (installed in 1 of 3 cases), cuDNN, {frontend}."
+    )
     [said] = name_measured(timed, [new, new])
     assert "cases" not in said
     first, last = name_measured(("cudnn",), [old])

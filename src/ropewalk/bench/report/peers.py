@@ -100,9 +100,10 @@ def _describe(name: str, peers: Iterable[str], runs: Iterable[Mapping[str, Any]]
         and not _is_missing(run, peer)
         and not str(run.get("torch", "")).startswith(run["peers"][peer])
     )
-    texts = [f"{version} (a beta)" if _BETA.search(version) else version for version in versions]
+    public = dict.fromkeys(version.partition("+")[0] for version in versions)  # records have the commit of a build
+    texts = [f"{version} (a beta)" if _BETA.search(version) else version for version in public]
     named = " ".join([name, *([" and ".join(texts)] if texts else [])])
-    return named if len(had) in (0, count) else f"{named} (in {len(had)} of {count} cases)"
+    return named if len(had) in (0, count) else f"{named} (installed in {len(had)} of {count} cases)"
 
 
 def _looked_for_all(run: Mapping[str, Any]) -> bool:
