@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ropewalk import BlockLists, attention
+from ropewalk.bench.core.gate import relative_error
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.sustained import PROTOCOLS, time_bursts
 from ropewalk.bench.core.timing import time_host
@@ -92,8 +93,8 @@ def attend(mask: str, dim: int) -> Iterator[dict[str, Any]]:
         results[kind] = [out, *torch.autograd.grad(out, leaves, grad, retain_graph=True)]
         calls[kind, "forward"] = torch.no_grad()(call)
         calls[kind, "backward"] = lambda out=out: torch.autograd.grad(out, leaves, grad, retain_graph=True)
-    errors = {kind: _error(results[kind], results["flex"]) for kind in ("ropewalk", "triton")}
-    if max(errors.values()) > ALLOWED:
+    errors = {kind: relative_error(results[kind], results["flex"]) for kind in ("ropewalk", "triton")}
+    if not max(errors.values()) <= ALLOWED:
         raise RuntimeError(
             f"{mask}, D {dim}: ours differs from FlexAttention by {errors}, but at most {ALLOWED} may be"
         )
@@ -113,11 +114,6 @@ def attend(mask: str, dim: int) -> Iterator[dict[str, Any]]:
             "forward_tflops": flop / forward / 1e9,
             "backward_tflops": 2.5 * flop / backward / 1e9,
         }
-
-
-def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Return the largest difference of a result, of its largest number."""
-    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(ours, theirs, strict=True))
 
 
 def make_masks() -> Iterator[dict[str, Any]]:

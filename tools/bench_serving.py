@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor
 import ropewalk.ops.rope.rotary_embedding  # noqa: F401  registers its operator
 from ropewalk import QKNorm, append_kv, attention
 from ropewalk.bench.attention.peers import ATTENTION_PEERS
+from ropewalk.bench.core.gate import is_within, relative_error, worst
 from ropewalk.bench.core.peers import find_peer, load_module
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.timing import Call, Quantiles, time_graphs, time_host
@@ -59,10 +61,20 @@ class Row(NamedTuple):
 
     case: str
     kind: str  # the format
-    time: Quantiles
+    time: Quantiles | None
     error: float
     bytes_moved: float
     peer: str = ""  # another library
+    status: str = "ok"  # of another library also "wrong" or "failed"
+    reason: str | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a record has of it, as `ropewalk bench` writes it."""
+        error = {"error": self.error} if math.isfinite(self.error) else {}
+        error |= {"error_budget": ATTEND_ERROR} if error and self.status != "ok" else {}
+        reason = {} if self.reason is None else {"reason": self.reason}
+        named = {"impl": self.peer or self.kind, "position": self.kind if self.peer else None}
+        return {**named, "kind": "peer" if self.peer else "ours", "status": self.status, **reason, **error}
 
 
 def empty_pages(kind: str, n_pages: int, page_size: int) -> Pages:
@@ -109,24 +121,21 @@ def values_of(pages: Pages, index: Tensor) -> list[Tensor]:
 def error_of(out: Tensor, q: Tensor, pages: Pages, table: Tensor, lengths: Tensor, row: int) -> float:
     """Return the largest error of one row of a causal call, relative to its largest output."""
     k, v = (x[:, : int(lengths[row])] for x in values_of(pages, table[row]))
-    worst = 0.0
+    errors = []
     for start in range(0, q.shape[1], 256):  # queries: the definition holds a matrix of scores
         part = q[row : row + 1, start : start + 256].double()
         starts = lengths[row : row + 1] - q.shape[1] + start
         expected = attention(part, k, v, causal=True, query_starts=starts, impl="reference")
-        difference = out[row : row + 1, start : start + 256].double() - expected
-        worst = max(worst, float(difference.abs().max() / expected.abs().max()))
-    return worst
+        errors.append(relative_error([out[row : row + 1, start : start + 256]], [expected]))
+    return worst(errors)
 
 
-def time_calls(calls: dict[str, Call]) -> dict[str, Quantiles]:
-    """Time calls in CUDA graphs, in the same rounds; one of another library that cannot be captured is left out."""
+def time_calls(calls: dict[str, Call]) -> tuple[dict[str, Quantiles], dict[str, str]]:
+    """Time calls in CUDA graphs, in the same rounds; return why those of another library cannot be captured, too."""
     times, failures = time_graphs(calls, DEVICE, calls_per_graph=10, replays=30)
-    for name, error in failures.items():
-        if name == OURS:
-            raise RuntimeError(f"the call cannot be captured: {error}")
-        print(f"{name} cannot be captured: {error}")
-    return times
+    if OURS in failures:
+        raise RuntimeError(f"the call cannot be captured: {failures[OURS]}")
+    return times, failures
 
 
 def plan_flashinfer(lib: Any, q: Tensor, pages: Pages, table: Tensor, lengths: Tensor) -> Call:
@@ -162,21 +171,40 @@ def attend_rows(
         keywords = {"causal": True, "key_lengths": lengths, "query_starts": lengths - queries, "block_table": table}
         call = functools.partial(attention, q, pages.k, pages.v, **keywords, **pages.scales)
         calls: dict[str, Call] = {OURS: call}
-        if flashinfer is not None and kind in PEER_FORMATS:
-            calls[FLASHINFER] = plan_flashinfer(flashinfer, q, pages, table, lengths)
-        errors = {one: error_of(calls[one](), q, pages, table, lengths, n_rows - 1) for one in calls}
-        if errors.get(FLASHINFER, 0.0) > ATTEND_ERROR:
-            print(f"{name}, {kind}: {FLASHINFER}'s error is {errors[FLASHINFER]:.2e}, so it is not timed")
-            del calls[FLASHINFER]
-        times = check(name, kind, errors[OURS], ATTEND_ERROR, calls)
+        errors = {OURS: error_of(call(), q, pages, table, lengths, n_rows - 1)}
         n_bytes = float(lengths.sum()) * 2 * KV_HEADS * D * BYTES[kind]
+        left_out = None
+        if flashinfer is not None and kind in PEER_FORMATS:
+            try:
+                planned = plan_flashinfer(flashinfer, q, pages, table, lengths)
+                errors[FLASHINFER] = error_of(planned(), q, pages, table, lengths, n_rows - 1)
+            except torch.AcceleratorError:
+                raise  # nothing that runs on the GPU after it can be trusted
+            except Exception as error:  # the message may hold paths: it is printed, and stays out of records
+                print(f"{name}, {kind}: {FLASHINFER} failed: {error}")
+                left_out = Row(name, kind, None, math.inf, n_bytes, FLASHINFER, "failed", type(error).__name__)
+            else:
+                calls[FLASHINFER] = planned
+                if not is_within(errors[FLASHINFER], ATTEND_ERROR):
+                    print(f"{name}, {kind}: {FLASHINFER}'s error is {errors[FLASHINFER]:.2e}, so it is not timed")
+                    reason = "the error is past the budget"
+                    left_out = Row(name, kind, None, errors[FLASHINFER], n_bytes, FLASHINFER, "wrong", reason)
+                    del calls[FLASHINFER]
+        times, failures = check(name, kind, errors[OURS], ATTEND_ERROR, calls)
         for one, time in times.items():
             yield Row(name, kind, time, errors[one], n_bytes, "" if one == OURS else one)
+        for one, why in failures.items():
+            print(f"{name}, {kind}: {one} cannot be captured: {why}")
+            yield Row(name, kind, None, errors[one], n_bytes, one, "failed", why)
+        if left_out is not None:
+            yield left_out
 
 
-def check(name: str, kind: str, error: float, most: float, calls: dict[str, Call]) -> dict[str, Quantiles]:
+def check(
+    name: str, kind: str, error: float, most: float, calls: dict[str, Call]
+) -> tuple[dict[str, Quantiles], dict[str, str]]:
     """Time calls, ours with an error within bounds."""
-    if not error <= most:
+    if not is_within(error, most):
         raise SystemExit(f"{name}, {kind}: the error is {error:.2e}, but must be up to {most:.2e}")
     return time_calls(calls)
 
@@ -204,7 +232,7 @@ def prefill(page_size: int, kinds: list[str]) -> Iterator[Row]:
     call = functools.partial(attention, q, k, v, causal=True)
     error = error_of(call(), q, pages, table, lengths, 0)
     name = "prefill 2048 over 8192 keys"
-    yield Row(name, "contiguous", check(name, "contiguous", error, ATTEND_ERROR, {OURS: call})[OURS], error, 0.0)
+    yield Row(name, "contiguous", check(name, "contiguous", error, ATTEND_ERROR, {OURS: call})[0][OURS], error, 0.0)
 
 
 def append_call(kind: str, n_tokens: int, page_size: int) -> tuple[Pages, Tensor, dict[str, Any], Callable[[], Any]]:
@@ -235,10 +263,10 @@ def append(page_size: int, kinds: list[str]) -> Iterator[Row]:
             a, b = x.chunk(2, -1)
             expected = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
             pairs = ((k, expected), (v, tensors["v"].double()))
-            error = max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+            error = relative_error(*zip(*pairs, strict=True))
             n_bytes = n_tokens * D * (4 * HEADS + 2 * KV_HEADS * (2 + BYTES[kind]))
             name = f"append {n_tokens} tokens"
-            time = check(name, kind, error, APPEND_ERROR[kind], {OURS: call})[OURS]
+            time = check(name, kind, error, APPEND_ERROR[kind], {OURS: call})[0][OURS]
             yield Row(name, kind, time, error, n_bytes)
 
 
@@ -275,19 +303,22 @@ def main() -> None:
     for group in options.groups:
         of_bf16: dict[str, float] = {}
         for row in GROUPS[group](options.page_size, options.formats):
-            time = row.time.p50
-            of_bf16.setdefault(row.case, time)
-            ratio, rate = time / of_bf16[row.case], row.bytes_moved / time / 1e3
             kind = f"{row.kind} {row.peer}".strip()
-            print(f"{row.case:30} {kind:16} {time:9.2f} {ratio:6.3f} {rate:7.0f} error {row.error:.1e}", flush=True)
+            timed: dict[str, Any] = {}
+            if row.time is None:
+                print(f"{row.case:30} {kind:16} {row.status}: {row.reason}", flush=True)
+            else:
+                time = row.time.p50
+                of_bf16.setdefault(row.case, time)
+                ratio, rate = time / of_bf16[row.case], row.bytes_moved / time / 1e3
+                print(f"{row.case:30} {kind:16} {time:9.2f} {ratio:6.3f} {rate:7.0f} error {row.error:.1e}", flush=True)
+                timed = {"time": row.time, "ratio": ratio, "gb_per_s": rate}
             if record is not None:
                 record.append(
                     {
                         "case": {"name": row.case, "page_size": options.page_size, "q_heads": HEADS,
                                  "k_heads": KV_HEADS, "head_dim": D, "dtype": "bfloat16"},
-                        "mode": group, "impl": row.peer or row.kind, "position": row.kind if row.peer else None,
-                        "kind": "peer" if row.peer else "ours", "status": "ok", "error": row.error,
-                        "time": row.time, "ratio": ratio, "gb_per_s": rate,
+                        "mode": group, **row.describe(), **timed,
                     }
                 )  # fmt: skip
     if record is not None:

@@ -87,6 +87,13 @@ def window_losses(model: ByteTransformer, windows: Tensor, attend: Callable[...,
         byte_model.attention = before
 
 
+def check_losses(name: str, losses: Tensor) -> tuple[str, Tensor]:
+    """Return a cache and its losses, all of which must be finite: a mean of others says nothing."""
+    if not bool(losses.isfinite().all()):
+        raise SystemExit(f"cache {name}: the losses of windows must be finite, but one is infinite or NaN")
+    return name, losses
+
+
 def main() -> None:
     """Train, and print a row for each cache."""
     parser = argparse.ArgumentParser()
@@ -106,8 +113,8 @@ def main() -> None:
     train(model, training, size, console)
     model.eval()
     exact = window_losses(model, windows, attention)
-    rows: list[tuple[str, Tensor]] = [("none", exact)]
-    rows += [(name, window_losses(model, windows, PagedAttention(dtype))) for name, dtype in CACHES.items()]
+    rows: list[tuple[str, Tensor]] = [check_losses("none", exact)]
+    rows += [check_losses(name, window_losses(model, windows, PagedAttention(dtype))) for name, dtype in CACHES.items()]
     with nullcontext() if options.out is None else RecordWriter(options.out, run) as record:
         for name, losses in rows:
             more = losses - exact

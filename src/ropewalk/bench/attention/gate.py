@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ropewalk.bench.attention.cases import AttentionCase, AttentionInputs
 from ropewalk.bench.attention.settings import SETTINGS, Setting
-from ropewalk.bench.core.gate import Verdict, max_error
+from ropewalk.bench.core.gate import Verdict, is_within, max_error, worst
 from ropewalk.bench.rope.gate import rotate_plainly
 from ropewalk.ops.attention.api import attention, make_call
 from ropewalk.ops.attention.reference import attend
@@ -71,8 +71,8 @@ class AttentionGate:
                 _chunk(index, self._cut(at, index, results[index])), expected, strict=True
             ):
                 error = max_error([piece], [truth])
-                share = error / budget if budget > 0 else math.inf if error else 0.0
-                complaint = None if error <= budget else f"the error of {names[index]} is past the budget"
+                share = worst([error / budget]) if budget > 0 else math.inf if error else 0.0
+                complaint = None if is_within(error, budget) else f"the error of {names[index]} is past the budget"
                 found.append((share, Verdict(error, budget, complaint)))
         return max(found, key=lambda one: one[0])[1]
 

@@ -154,8 +154,9 @@ class Bench(ABC):
             name = f"{label(row)} failed on {self.label_of(row['case'])} {row['mode']}"
             self.console.print(f"{name}: {error}", markup=False, highlight=False)
             return {**row, "status": "failed", "reason": type(error).__name__}, None
-        row = {**row, **({"error": verdict.error} if math.isfinite(verdict.error) else {})}
-        row["error_budget"] = verdict.budget
+        if math.isfinite(verdict.budget):  # JSON has neither infinity nor NaN
+            row = {**row, **({"error": verdict.error} if math.isfinite(verdict.error) else {})}
+            row["error_budget"] = verdict.budget
         if verdict.complaint is not None:
             return {**row, "status": "wrong", "reason": verdict.complaint}, None
         return row, timed

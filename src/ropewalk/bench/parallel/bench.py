@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from ropewalk.bench.core import timing
-from ropewalk.bench.core.gate import Verdict
+from ropewalk.bench.core.gate import Verdict, worst
 from ropewalk.bench.core.load import Row, Unit
 from ropewalk.bench.core.options import Options, choose_device
 from ropewalk.bench.core.runner import Bench, Candidate, OursError, Rates, Right, run_benches
@@ -249,7 +249,7 @@ class ParallelBench(Bench):
             losses.append(float(loss))
         if name == ONE:
             self._losses = losses
-        share = max(abs(a / b - 1) for a, b in zip(losses, self._losses, strict=True)) / _LOSS
+        share = worst(abs(a / b - 1) for a, b in zip(losses, self._losses, strict=True)) / _LOSS
         complaint = f"the losses are {losses}, of one process {self._losses}"
         return Verdict(share, 1.0, None if share <= 1 else complaint), Call(step)
 

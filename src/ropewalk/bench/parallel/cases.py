@@ -28,7 +28,7 @@ import ropewalk.parallel as cp
 from ropewalk.bench.attention.cases import BASE, AttentionCase
 from ropewalk.bench.attention.peers import BACKENDS
 from ropewalk.bench.attention.settings import SETTINGS
-from ropewalk.bench.core.gate import Verdict, max_error
+from ropewalk.bench.core.gate import Verdict, max_error, worst
 from ropewalk.bench.core.peers import Library
 from ropewalk.bench.rope.gate import rotate_plainly
 from ropewalk.frequencies import inverse_frequencies, rope_table
@@ -232,15 +232,15 @@ class Truth(NamedTuple):
 
 def check_results(results: Sequence[Tensor], truths: Sequence[Truth], whole: bool) -> Verdict:
     """Compare an output and its gradients, whole tensors or shards; errors are multiples of their budgets."""
-    worst = Verdict(0.0, 1.0, None)
+    verdict = Verdict(0.0, 1.0, None)
     for number, truth, budget, (in_whole, in_shard, sharded) in truths:
         found = (results[number][in_whole], truth) if whole else (results[number][in_shard], truth[sharded])
         error = max_error(found[:1], found[1:])
-        share = error / budget if budget > 0 else (0.0 if error == 0 else float("inf"))
-        if share > worst.error:
+        share = worst([error / budget]) if budget > 0 else (0.0 if error == 0 else float("inf"))
+        if share > verdict.error:
             name = _NAMES[number] if number < len(_NAMES) else "a parameter's gradient"
-            worst = Verdict(share, 1.0, f"the error of {name} is past the budget" if share > 1 else None)
-    return worst
+            verdict = Verdict(share, 1.0, f"the error of {name} is past the budget" if share > 1 else None)
+    return verdict
 
 
 def truths_of(inputs: Inputs, is_short: bool, bare: bool) -> list[Truth]:

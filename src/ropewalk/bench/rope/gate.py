@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ropewalk.bench.core.gate import Verdict, max_error
+from ropewalk.bench.core.gate import Verdict, is_within, max_error, worst
 from ropewalk.bench.core.timing import Call
 from ropewalk.bench.rope.cases import Case, Inputs
 from ropewalk.testing import error_budget
@@ -52,7 +52,7 @@ class Gate:
         self.originals, self.grads = originals, [draw(x.shape).to(x.dtype) for x in originals]
         self.truth, plain = (self._compute(dtype) for dtype in (torch.float64, case.torch_dtype))
         self.budgets = list(map(error_budget, self.truth, plain))
-        self.budget = max(self.budgets[:2])
+        self.budget = worst(self.budgets[:2])
 
     def judge(self, build: Callable[..., Rotation]) -> tuple[Verdict, tuple[Rotation, Inputs, Sequence[Tensor]]]:
         """Return the verdict on what is built; and what it is timed by, without the gate and its float64 tensors."""
@@ -79,9 +79,9 @@ class Gate:
             return Verdict(math.inf, self.budget, "it wrote into its inputs")
         error, complaint = max_error(results[:2], self.truth[:2]), None
         weight_grads = zip(results[2:], self.truth[2:], self.budgets[2:], strict=True)
-        if any(max_error([result], [exact]) > budget for result, exact, budget in weight_grads):
+        if not all(is_within(max_error([result], [exact]), budget) for result, exact, budget in weight_grads):
             complaint = "the error of a weight's gradient is past its budget"
-        elif not error <= self.budget:
+        elif not is_within(error, self.budget):
             complaint = "the error is past the budget"
         return Verdict(error, self.budget, complaint)
 

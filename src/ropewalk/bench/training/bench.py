@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from ropewalk.bench.core.gate import Verdict
+from ropewalk.bench.core.gate import Verdict, worst
 from ropewalk.bench.core.load import Row
 from ropewalk.bench.core.options import MISSING, Options
 from ropewalk.bench.core.peers import Library
@@ -259,7 +259,7 @@ class TrainingBench(Bench):
         def check(name: str) -> tuple[Verdict, _Trainee]:
             trainee = _Trainee(self, case, inputs, name, mode)
             errors = trainee.compare(truth)
-            share = max(error / most if most else 0.0 for error, most in zip(errors, budget, strict=True))
+            share = worst(error / most if most else 0.0 for error, most in zip(errors, budget, strict=True))
             complaint = None if share <= _TOLERANCE else f"the errors of hidden states and gradients are {errors}"
             return Verdict(share, _TOLERANCE, complaint), trainee
 
