@@ -28,13 +28,17 @@ COVER ?= most
 demo: $(VENV)/demo-installed
 	$(BIN)/ropewalk demo
 
+# A URL that is given, as one word; the command line's may be empty.
+GIVEN_URL = $(if $(URL)$(filter command,$(origin URL)),--url '$(subst ','\'',$(URL))')
+
 # The wheel and the source distribution, in dist/, with the repository's URL of pyproject.toml or, once: make dist URL=https://…
 dist: $(VENV)/dev-installed
-	$(BIN)/python tools/dist.py $(URL:%=--url "%")
+	$(BIN)/python tools/dist.py $(GIVEN_URL)
 
-# Badges, citation and BibTeX by pyproject.toml. With URL=https://… the repository's page is set there and wherever it is shown.
+# Badges, citation and BibTeX by pyproject.toml. With URL=https://… the repository's page is set there and wherever it is
+# shown; with an empty URL= it is taken away.
 url: $(VENV)/dev-installed
-	$(BIN)/python tools/project.py $(URL:%=--url "%")
+	$(BIN)/python tools/project.py $(GIVEN_URL)
 
 # Minutes: the layers and rules, one binary of each kernel for sm_90, and a few cases of each test of kernels.
 check: lint

@@ -1,9 +1,13 @@
 """Badges, citation and URL are of pyproject.toml, and the URL is in one place."""
 
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import dist
 import project
 import pytest
 
@@ -55,12 +59,69 @@ def test_a_url_is_set_in_one_place_and_shown_in_all(copy):
         assert gone == texts(ROOT, SHOWING)
 
 
-@pytest.mark.parametrize("url", ["ftp://example.org/a/b", "example.org/a", "https://example.org", 'https://e.org/a"'])
+BAD = [
+    "ftp://example.org/a/b",
+    "example.org/a",
+    "https://example.org",
+    "///",
+    "/",
+    "https://e.org//",
+    "https://e.org/a//b",
+]
+BAD += [f"https://e.org/a{letter}b/c" for letter in "\\\n\t \"'<>#?@`{}$|"]
+BAD += [r"https://e.org/a\nb/c", r"https://e.org/a/\1", "https://e.org/a/b\n", "https://me:secret@e.org/a/b"]
+
+
+@pytest.mark.parametrize("url", BAD)
 def test_a_url_that_is_none_is_refused(copy, url):
     before = texts(copy, SHOWING)
     with pytest.raises(SystemExit, match="must be like https://"):
         project.write(copy, url)
     assert texts(copy, SHOWING) == before
+
+
+def test_words_of_badges_are_not_a_template():
+    made = project.read_project(ROOT)._replace(version=r"1\n2\1")
+    text = project.with_install((ROOT / "README.md").read_text(encoding="utf-8"), made)
+    assert r"[![version 1\n2\1](" in text
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("target", ["url", "dist"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], []),
+        (["URL="], ["--url", ""]),
+        (["URL=A B"], ["--url", "A B"]),
+        (["URL=it's"], ["--url", "it's"]),
+        ([f"URL={URL}"], ["--url", URL]),
+    ],
+)
+def test_make_gives_the_url_as_one_word(target, given, expected, monkeypatch):
+    monkeypatch.delenv("URL", raising=False)
+    said = subprocess.run(["make", "-n", target, *given], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shlex.split(said.splitlines()[-1])[2:] == expected
+
+
+def test_a_distribution_says_that_its_links_lead_to_another_state(copy, monkeypatch, capsys):
+    git = ["git", "-C", str(copy), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *words], check=True)
+    run = subprocess.run
+
+    def run_git(command, **keywords):
+        return run(command, **keywords) if command[0] == "git" else None
+
+    monkeypatch.setattr(dist, "ROOT", copy)
+    monkeypatch.setattr(dist.subprocess, "run", run_git)
+    (copy / "untracked").write_text("")
+    dist.build(copy / "dist", URL)
+    assert capsys.readouterr().out == ""
+    (copy / "README.md").write_text((copy / "README.md").read_text(encoding="utf-8") + "more\n", encoding="utf-8")
+    dist.build(copy / "dist", URL)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("tracked files differ from HEAD")
 
 
 def test_nothing_shows_a_placeholder():

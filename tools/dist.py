@@ -44,6 +44,12 @@ def copy_tracked(target: Path) -> None:
             (target / name).write_bytes((ROOT / name).read_bytes())
 
 
+def is_dirty() -> bool:
+    """Whether tracked files differ from HEAD's commit."""
+    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
+    return bool(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 def build(output: Path, url: str | None) -> None:
     """Build both distributions into `output` with the packages that are here; a URL goes before pyproject.toml's."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output)]
@@ -59,6 +65,8 @@ def build(output: Path, url: str | None) -> None:
             readme = copy / "README.md"
             text = absolute_links(readme.read_text(encoding="utf-8"), shown, head.stdout.strip())
             readme.write_text(text, encoding="utf-8")
+            if is_dirty():
+                print("tracked files differ from HEAD, to whose commit README's links lead: commit them first")
         subprocess.run([*command, str(copy)], check=True)
 
 

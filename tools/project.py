@@ -24,6 +24,8 @@ BADGES = "docs/badges"
 # Pages whose first `pip install .` gets a line with the URL above it.
 INSTALLS = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/platforms.md")
 _URL = re.compile(r'^url = ".*"', re.MULTILINE)
+# Letters that mean nothing in TOML, YAML, BibTeX, Markdown and a shell: a host without a user, and a path.
+_PAGE = re.compile(r"https?://[a-z0-9.-]+(?::[0-9]+)?(?:/[a-z0-9._~+-]+)+/?", re.IGNORECASE | re.ASCII)
 _WIDTHS = {**dict.fromkeys("fijlrtI.,: ", 4.0), **dict.fromkeys("mwMW", 10.0)}  # of letters, in pixels; others have 6.7
 
 
@@ -153,7 +155,8 @@ def with_repository(text: str, project: Project) -> str:
 def with_install(text: str, project: Project) -> str:
     """Return a page that installs from the repository too, or only from a clone of it; badges have their words."""
     for label, value in badges(project).items():
-        text = re.sub(rf"\[!\[[^\]]*\]\({BADGES}/{label}\.svg\)", f"[![{label} {value}]({BADGES}/{label}.svg)", text)
+        shown = f"[![{label} {value}]({BADGES}/{label}.svg)"
+        text = re.sub(rf"\[!\[[^\]]*\]\({BADGES}/{label}\.svg\)", lambda _, shown=shown: shown, text)  # type: ignore[misc]
     text = re.sub(r"^\$ pip install git\+.*\n", "", text, flags=re.MULTILINE)
     line = f"$ pip install git+{project.url}  # no clone needed\n" if project.url else ""
     return text.replace("$ pip install .", f"{line}$ pip install .", 1)
@@ -183,11 +186,10 @@ def make_files(root: Path, project: Project) -> dict[str, str]:
 def write(root: Path = ROOT, url: str | None = None) -> None:
     """Write those files; a URL is set first."""
     if url is not None:
-        url = url.rstrip("/")
-        if url and not re.fullmatch(r'https?://[^/\s"]+(/[^/\s"]+)+', url):
+        if url and not _PAGE.fullmatch(url):
             raise SystemExit(f"the URL is {url!r}, but must be like https://example.org/somebody/ropewalk")
-        pyproject = root / "pyproject.toml"
-        pyproject.write_text(_URL.sub(f'url = "{url}"', pyproject.read_text(encoding="utf-8"), 1), encoding="utf-8")
+        pyproject, line = root / "pyproject.toml", f'url = "{url.rstrip("/")}"'
+        pyproject.write_text(_URL.sub(lambda _: line, pyproject.read_text(encoding="utf-8"), 1), encoding="utf-8")
     for name, text in make_files(root, read_project(root)).items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
