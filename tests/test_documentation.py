@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -373,6 +373,51 @@ def test_the_site_builds_and_loads_nothing(site):
     assert '<span id="line-5-2" style="--indent: 4ch">' in (site / "quickstart/index.html").read_text(encoding="utf-8")
     for style in site.rglob("*.css"):
         assert not re.search(r"@import|url\([\"']?(https?:)?//", style.read_text(encoding="utf-8")), style.name
+
+
+def test_a_formula_that_is_none_fails_a_strict_build(tmp_path):
+    for package in ("mkdocs", "latex2mathml", "pymdownx"):
+        optional(package)
+    extensions = "markdown_extensions: [pymdownx.superfences]"
+    settings = f"site_name: a\ntheme: mkdocs\n{extensions}\nhooks: [{ROOT}/docs/assets/formulas.py]\n"
+    (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+
+    def build(formula):
+        (tmp_path / "docs/index.md").write_text(f"```math\n{formula}\n```\n", encoding="utf-8")
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+        environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+
+    done = build(r"a \text{ if <b> & c}")
+    assert done.returncode == 0, done.stderr
+    refused = build(r"\left( a")
+    assert refused.returncode
+    assert r"\left( a" in refused.stderr
+
+
+def test_words_of_a_formula_are_escaped():
+    optional("latex2mathml")
+    formulas = load_hook("formulas")
+    html = formulas.typeset(r"a \text{ if <b> & c}", "math", "formula", {}, None)
+    assert "<mtext>\xa0if\xa0&lt;b&gt;\xa0&amp;\xa0c</mtext>" in html
+
+
+def test_a_folder_in_results_is_no_file_of_the_site(tmp_path, monkeypatch):
+    optional("mkdocs")
+    results = load_hook("results")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.jsonl").write_text("")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results.File, "generated", lambda config, uri, **_: uri)
+    assert results.on_files([], None) == ["results/a.jsonl"]
+
+
+def load_hook(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/assets/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 WIDE_FORMULAS = """

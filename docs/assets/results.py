@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def on_files(files, config):
-    for path in sorted(RESULTS.iterdir()):
+    for path in sorted(path for path in RESULTS.iterdir() if path.is_file()):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
     return files
 
