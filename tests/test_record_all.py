@@ -147,6 +147,23 @@ def test_newer_runs_replace_those_of_their_names_and_the_others_stay(tmp_path):
         record_all.update(record, newer)
 
 
+def test_runs_without_a_name_and_of_one_name_stay(tmp_path):
+    def write(name, *runs):
+        lines = [{**RUN, **run} for run in runs]
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"{json.dumps(line)}\n{json.dumps({'end': 'now'})}\n" for line in lines))
+        return path
+
+    old = [{"commit": "1"}, {"commit": "2"}, {"name": "a", "commit": "3"}, {"name": "a", "commit": "4"}]
+    record, newer = write("rope-h200.jsonl", *old), write("newer/rope-h200.jsonl", {"commit": "5"}, {"commit": "6"})
+    record_all.update(record, newer)
+    assert record.read_text() == write("expected.jsonl", *old, {"commit": "5"}, {"commit": "6"}).read_text()
+    record_all.update(record, write("newer.jsonl", {"name": "a", "commit": "7"}))
+    found = [json.loads(line)["commit"] for line in record.read_text().splitlines() if "format" in line]
+    assert found == ["1", "2", "7", "5", "6"]
+
+
 def test_host_timed_tasks_start_when_others_ended_one_at_a_time(folder, capsys):
     host_timed = [Task(name, "rope", "1", 9, is_host_timed=True) for name in "cd"]
     tasks = (*host_timed, Task("a", "rope", "2", 9), Task("b", "rope", "0", 9))

@@ -52,7 +52,11 @@ def rows_of_feature(which: str, impl: str) -> Iterator[dict[str, str]]:
     from products import calls, cover
     from products.table import FEATURES, names_a_call, plainest
 
-    name, _, one = which.partition("=")
+    name, equals, one = which.partition("=")
+    if name not in FEATURES:
+        raise SystemExit(f"NAME is {name!r}, but must be a feature: {', '.join(FEATURES)}")
+    if equals and one not in FEATURES[name].values:
+        raise SystemExit(f"VALUE is {one!r}, but must be one of {name}'s: {', '.join(FEATURES[name].values)}")
     values = [one] if one else FEATURES[name].values[1:]
     for value, (other, feature) in itertools.product(values, FEATURES.items()):
         for row in (plainest((name, value), (other, x)) for x in feature.values if other != name):

@@ -182,21 +182,22 @@ class Folder:
 
 
 def update(record: Path, newer: Path) -> None:
-    """Put the runs of a newer record into another: each replaces the one of its name, and the others stay."""
+    """Put the runs of a newer record into another: each replaces those of its name, and the others stay."""
     runs = {**_runs_of(record), **_runs_of(newer)} if record.exists() else _runs_of(newer)
-    devices = {json.loads(lines[0])["device"] for lines in runs.values()}
+    parsed = (json.loads(line) for lines in runs.values() for line in lines)
+    devices = {line["device"] for line in parsed if "format" in line}
     if len(devices) > 1:
         raise SystemExit(f"{record} is of {', '.join(sorted(devices))}, but must be of one GPU")
     record.write_text("".join(f"{line}\n" for lines in runs.values() for line in lines), encoding="utf-8")
 
 
-def _runs_of(record: Path) -> dict[str, list[str]]:
-    """Return the lines of each run by its name, in their order."""
-    runs = dict[str, list[str]]()
+def _runs_of(record: Path) -> dict[Any, list[str]]:
+    """Return the lines of runs by their name, in their order; a run without one has a key that no other run has."""
+    runs = dict[Any, list[str]]()
     for line in record.read_text(encoding="utf-8").splitlines():
         parsed = json.loads(line)
         if "format" in parsed:
-            lines = runs[str(parsed.get("name", record.stem))] = []
+            lines = runs.setdefault(parsed.get("name", (record, len(runs))), [])
         lines.append(line)
     return runs
 

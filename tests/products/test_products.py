@@ -116,6 +116,20 @@ def test_a_feature_runs_beside_every_other(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"{len(ran)} calls, 1 wrong")
 
 
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("nosuch", "NAME is 'nosuch', but must be a feature: .*softcap"),
+        ("window=nope", "VALUE is 'nope', but must be one of window's: "),
+        ("window=", "VALUE is '', but must be one of window's: "),
+    ],
+)
+def test_a_feature_that_is_none_is_named(which: str, said: str) -> None:
+    with pytest.raises(SystemExit, match=said) as refused:
+        prove_products.main(["feature", which])
+    assert "\n" not in str(refused.value)
+
+
 # === planted faults: each kind is found, and is cut down to the features that it takes ===
 
 
