@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ropewalk.bench.core.gate import is_within, max_error, relative_error, worst
+from ropewalk.bench.parallel.cases import Truth, check_results
 
 RIGHT = [torch.ones(3), torch.full((2,), 4.0)]
 
@@ -37,6 +38,16 @@ def test_nan_is_the_worst_wherever_it_is():
     assert is_within(0.5, 0.5)
     assert not any(is_within(error, budget) for error in (math.nan, math.inf) for budget in (1.0, math.inf, math.nan))
     assert not is_within(0.5, math.nan)
+
+
+@pytest.mark.parametrize("budget", [1e-3, 0.0, math.inf])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_parallel_call_with_nan_is_wrong(budget, place):
+    truths = [Truth(number, torch.ones(3), budget, (..., ..., ...)) for number in range(2)]
+    results = [torch.ones(3), torch.ones(3)]
+    assert check_results(results, truths, whole=True).complaint is None
+    results[place] = torch.full((3,), math.nan)
+    assert check_results(results, truths, whole=True).complaint
 
 
 def test_losses_of_a_cache_are_finite():
