@@ -32,6 +32,18 @@ def nothing(n_heads):
 
 class NoScheme:
     pass
+
+@dataclass(frozen=True, eq=False)
+class Needs(PositionScheme):
+    slope: float
+
+def two(n_heads, x):
+    return ROPE
+
+def fails(n_heads):
+    raise RuntimeError("no\\nluck")
+
+LAYER = torch.nn.Linear(2, 2)
 """
 
 
@@ -40,6 +52,8 @@ def module(tmp_path, monkeypatch):
     """A module in the current folder."""
     (tmp_path / "their_schemes.py").write_text(SOURCE)
     (tmp_path / "their_import.py").write_text("import no_such_package\n")
+    (tmp_path / "their_syntax.py").write_text("def\n")
+    (tmp_path / "their_fault.py").write_text("import math\nmath.no_such_function()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield "their_schemes"
@@ -60,6 +74,16 @@ def test_a_class_a_scheme_and_a_function_make_schemes(module):
     ("name", "message"),
     [
         ("their_schemes", "but must be module:Name"),
+        ("../their_schemes:Fall", "is '../their_schemes:Fall', but must be module:Name"),
+        (".their_schemes:Fall", "but must be module:Name"),
+        ("their_schemes:", "but must be module:Name"),
+        ("their_syntax:Fall", "module 'their_syntax' cannot be imported: SyntaxError"),
+        ("their_fault:Fall", "module 'their_fault' cannot be imported: AttributeError"),
+        ("their_schemes:Needs", r"is Needs, and a call of it with \(\) raised TypeError: .*'slope'; it must be a Pos"),
+        ("their_schemes:two", r"is function, and a call of it with \(4\) raised TypeError: .*'x'; it must be a Pos"),
+        ("their_schemes:fails", r"raised RuntimeError: no luck; it must be a PositionScheme"),
+        ("their_schemes:LAYER", r"is Linear, and a call of it with \(4\) raised TypeError"),
+        ("their_schemes:PositionScheme", "PositionScheme defines neither rotation nor score_mod"),
         ("no_such_module:Fall", "there is no module 'no_such_module' here or among packages"),
         ("their_schemes:Rise", "module 'their_schemes' has no 'Rise'"),
         ("their_schemes:nothing", "is, or returns, NoneType, but must be a PositionScheme"),
@@ -68,8 +92,9 @@ def test_a_class_a_scheme_and_a_function_make_schemes(module):
 )
 @pytest.mark.usefixtures("module")
 def test_what_is_no_scheme_is_named(name, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         make_scheme(name, 4)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.usefixtures("module")

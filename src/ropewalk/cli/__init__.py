@@ -48,8 +48,14 @@ _DRAW: dict[str, Option] = {
     "name": (str, ..., _GALLERY),
     "output": (Path, Path("ropewalk-draw.svg"), "The picture.", "--output -o", {"dir_okay": False}),
     "head": (int, 0, "The head that is drawn, from 0.", "", {"min": 0}),
-    "heads": (int, 4, "Heads of a scheme of your own.", "", {"min": 1}),
-    "tokens": (int | None, None, "Tokens; by default 32. A scheme alone takes another number.", "", {"min": 1}),
+    "heads": (int, 4, "Heads of a scheme of your own, 128 at most.", "", {"min": 1}),
+    "tokens": (
+        int | None,
+        None,
+        "Tokens, 4096 at most; by default 32. Masks take none of these options.",
+        "",
+        {"min": 1},
+    ),
     "causal": (bool, False, "Let no query attend a later key.", "--causal"),
     "window": (int | None, None, "Attend so many keys alone, the query's own among them.", "", {"min": 1}),
 }

@@ -1,8 +1,9 @@
 """Pictures of schemes and masks: who attends whom, and what a scheme makes of the scores.
 
-Every number of a picture is read off `attention` itself. Its values are the unit vectors, so that its output is the
-probabilities; their logarithm plus the log-sum-exp is the score of a pair, and a probability of 0 is a pair that the
-mask hides.
+Every number of a picture is read off `attention` itself. Its values are unit vectors, so that its output is the
+probabilities; their logarithm plus the log-sum-exp is the score of a pair. A probability that is too small for its
+number is read in another call, whose mask leaves the pairs out that have been read. The mask hides the pairs whose
+probability is 0 without a scheme and with queries of zeros, by which all other pairs of a row are alike.
 
 Shape letters: T tokens, H heads, D head dim.
 """
@@ -11,21 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
 
 import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk.experiments.own_schemes import make_scheme
+from ropewalk.experiments.own_schemes import make_scheme, say
 from ropewalk.ops.attention.api import attention
-from ropewalk.schemes import PositionScheme, ReRope, Rope, SelfExtend, TwoRangeScheme
+from ropewalk.schemes import NoPosition, PositionScheme, ReRope, Rope, SelfExtend, TwoRangeScheme
 
 HEADS, HEAD_DIM = 4, 64  # of all pictures, but those of other schemes
 TOKENS, LONG = 32, 1024  # of a picture, and of one of blocks
 RELATIVE = "relative-positions"  # the picture of several schemes
+MOST_HEADS, MOST_TOKENS = 128, 4096
+_MOST_SCORES = HEADS * MOST_TOKENS**2  # of all heads: more take gigabytes
+_LEAST = 1e-290  # of probabilities, as smaller ones lose digits
 
 
 class Picture(NamedTuple):
@@ -144,25 +150,47 @@ def arguments_of(call: str) -> dict[str, Any]:
     return arguments
 
 
-def read_scores(q: Tensor, k: Tensor, **call: Any) -> Tensor:
-    """Return the scores by which q (T, H, D) attends k, (H, T, T), float64, −∞ where a pair is hidden."""
+def read_scores(q: Tensor, k: Tensor, cells: slice = slice(None), **call: Any) -> Tensor:
+    """Return the scores by which q (T, H, D) attends k, (H, T, T), float64, −∞ where a pair is hidden.
+
+    `cells` are the queries and the keys of the scores that are returned. ValueError if a score is NaN or +∞.
+    """
     tokens, heads, _ = q.shape
-    v = torch.eye(tokens, dtype=torch.float64)[:, None].expand(-1, heads, -1)
+    unread = _attend(torch.zeros_like(q), k, cells, call | {"position": NoPosition()})[0] > 0
+    scores, mask = torch.full(unread.shape, -math.inf, dtype=torch.float64), call.get("mask")
+    while True:
+        probabilities, lse = _attend(q, k, cells, call)
+        if not bool(probabilities.isfinite().all() and (lse < math.inf).all()):
+            raise ValueError("its scores hold NaN or infinity, but must be finite, or −∞ where it hides a pair")
+        seen = unread & (probabilities > _LEAST)
+        scores = torch.where(seen, probabilities.log() + lse, scores)
+        before, unread = unread, unread & ~seen & (lse > -math.inf)  # a row of −∞ alone has no more to read
+        if not bool(unread.any()):
+            return scores[:, cells]
+        if "mask" in call and call["mask"] is not mask and torch.equal(before, unread):  # of sinks, or of dropout
+            raise ValueError("its scores are too low to be read beside what else takes probability")
+        left = torch.zeros(heads, tokens, tokens, dtype=torch.bool)
+        left[:, :, cells] = unread
+        call["mask"] = left[None] if mask is None else left[None] & mask
+
+
+def _attend(q: Tensor, k: Tensor, cells: slice, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of some keys, (H, T, cells), and the log-sum-exp, (H, T, 1), of a call."""
+    tokens, heads, _ = q.shape
+    v = torch.eye(tokens, dtype=torch.float64)[:, None, cells].expand(-1, heads, -1)
     if call.get("layout") != "thd":
         q, k, v = q[None], k[None], v[None]
     out, lse = attention(q, k, v, return_lse=True, impl="reference", **call)
-    probabilities = (out if out.ndim == 3 else out[0]).transpose(0, 1)
-    scores: Tensor = probabilities.log() + lse.view(heads, tokens, 1)
-    return scores
+    return (out if out.ndim == 3 else out[0]).transpose(0, 1), lse.view(heads, tokens, 1)
 
 
-def read_equal(tokens: int, heads: int, score: float, **call: Any) -> Tensor:
+def read_equal(tokens: int, heads: int, score: float, cells: slice = slice(None), **call: Any) -> Tensor:
     """Return the scores where all features are equal, and each pair would score so without positions."""
     features = torch.ones(tokens, heads, HEAD_DIM, dtype=torch.float64)
-    return read_scores(features, features * score, scale=1 / HEAD_DIM, **call)
+    return read_scores(features, features * score, cells, scale=1 / HEAD_DIM, **call)
 
 
-def read_relative(tokens: int, scheme: Rope | TwoRangeScheme, **call: Any) -> Tensor:
+def read_relative(tokens: int, scheme: Rope | TwoRangeScheme, cells: slice = slice(None), **call: Any) -> Tensor:
     """Return the relative position by which each pair is scored, (T, T), NaN where it is hidden.
 
     One pair of features turns by less than half a circle over all tokens. The score of such features is the cosine of
@@ -172,30 +200,36 @@ def read_relative(tokens: int, scheme: Rope | TwoRangeScheme, **call: Any) -> Te
     rope = Rope(inv_freq=torch.tensor([frequency], dtype=torch.float64))
     position = rope if isinstance(scheme, Rope) else dataclasses.replace(scheme, rope=rope)
     q, quarter = (torch.tensor(x, dtype=torch.float64).expand(tokens, 1, 2) for x in ((1.0, 0.0), (0.0, 1.0)))
-    cosine, sine = (read_scores(q, k, scale=1.0, position=position, **call)[0] for k in (q, quarter))
+    cosine, sine = (read_scores(q, k, cells, scale=1.0, position=position, **call)[0] for k in (q, quarter))
     relative = torch.atan2(sine, cosine) / frequency
     return relative.masked_fill(cosine == -math.inf, math.nan)
 
 
 class Matrix(NamedTuple):
-    """Numbers of pairs, (T, T), NaN where a pair is hidden, and their name."""
+    """Numbers of pairs, (T, T) or of every so many tokens, NaN where a pair is hidden, and their name."""
 
     values: Tensor
     name: str
 
 
-def measure(tokens: int, head: int = 0, heads: int = HEADS, **call: Any) -> Matrix:
+def cells_of(tokens: int) -> slice:
+    """Return the tokens that a picture draws: each the middle one of as many as a cell stands for."""
+    step = -(-tokens // TOKENS)
+    return slice(step // 2, None, step)
+
+
+def measure(tokens: int, head: int = 0, heads: int = HEADS, cells: slice = slice(None), **call: Any) -> Matrix:
     """Measure a call: who attends whom, relative positions, what is added to scores, or the score of equal features."""
     position = call.get("position")
     if position is None:
-        hidden = read_equal(tokens, heads, 0.0, **call)[0] == -math.inf
+        hidden = read_equal(tokens, heads, 0.0, cells, **call)[0] == -math.inf
         return Matrix(torch.ones(hidden.shape, dtype=torch.float64).masked_fill(hidden, math.nan), "attended")
     if isinstance(position, TwoRangeScheme):
         others = {key: value for key, value in call.items() if key != "position"}
-        return Matrix(read_relative(tokens, position, **others), "relative position")
-    scores, name = read_equal(tokens, heads, 0.0, **call)[head], "added to the score"
+        return Matrix(read_relative(tokens, position, cells, **others), "relative position")
+    scores, name = read_equal(tokens, heads, 0.0, cells, **call)[head], "added to the score"
     if not bool((scores.isfinite() & (scores.abs() > 1e-9)).any()):
-        scores, name = read_equal(tokens, heads, 1.0, **call)[head], "score of equal features"
+        scores, name = read_equal(tokens, heads, 1.0, cells, **call)[head], "score of equal features"
     return Matrix(scores.masked_fill(scores == -math.inf, math.nan), name)
 
 
@@ -206,12 +240,12 @@ _LEVELS, _FAINTEST = 10, 0.14
 _POSITIVE, _NEGATIVE = "#4c8bf5", "#e8912d"
 
 
-def draw_matrix(matrix: Matrix, title: str, sentence: str, name: str) -> str:
-    """Draw a matrix as SVG: a cell for each pair, or for the middle pair of as many as a cell stands for."""
-    tokens = matrix.values.shape[0]
-    step = -(-tokens // TOKENS)
-    cells = matrix.values[step // 2 :: step, step // 2 :: step]
-    values = [[round(x, 4) for x in row] for row in cells.tolist()]  # so that roundings of machines draw the same
+def draw_matrix(matrix: Matrix, tokens: int, title: str, sentence: str, name: str) -> str:
+    """Draw a matrix, of `cells_of` so many tokens, as SVG."""
+    step = cells_of(tokens).step
+    values = [
+        [round(x, 4) for x in row] for row in matrix.values.tolist()
+    ]  # so that roundings of machines draw the same
     seen = [x for row in values for x in row if not math.isnan(x)]
     low, high = (min(seen), max(seen)) if seen else (0.0, 0.0)
     scale = _SIDE / len(values)
@@ -309,21 +343,24 @@ def draw_curves() -> str:
 
 
 def _text(x: float, y: float, text: str, weight: str = "400") -> str:
-    escaped = text.replace("&", "&amp;").replace("<", "&lt;")
-    return f'<text x="{x:g}" y="{y:g}" font-size="10" font-weight="{weight}">{escaped}</text>'
+    return f'<text x="{x:g}" y="{y:g}" font-size="10" font-weight="{weight}">{_escape(text)}</text>'
+
+
+def _escape(text: str) -> str:
+    """Return a text for XML, which has no control characters and no halves of pairs."""
+    return escape(re.sub(r"[^\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "�", text))
 
 
 def _svg(name: str, title: str, sentence: str, height: int, body: Sequence[str]) -> str:
-    ids = f"gallery-{name.replace(':', '-')}"
-    escaped = [text.replace("&", "&amp;").replace("<", "&lt;") for text in (title, sentence)]
+    ids = "gallery-" + re.sub(r"[^A-Za-z0-9_.-]", "-", name)
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
             f'aria-labelledby="{ids}-title {ids}-desc" style="width:480px;max-width:100%;height:auto;'
             f'font-family:sans-serif" fill="currentColor">',
             "<style>svg:root{background:#fff}</style>",  # of a file by itself; in a page it has the page's
-            f'<title id="{ids}-title">{escaped[0]}</title>',
-            f'<desc id="{ids}-desc">{escaped[1]}</desc>',
+            f'<title id="{ids}-title">{_escape(title)}</title>',
+            f'<desc id="{ids}-desc">{_escape(sentence)}</desc>',
             *body,
             "</svg>\n",
         )
@@ -331,32 +368,62 @@ def _svg(name: str, title: str, sentence: str, height: int, body: Sequence[str])
 
 
 def draw(name: str, head: int = 0, heads: int = HEADS, tokens: int | None = None, **more: Any) -> str:
-    """Draw a picture of the gallery, or a scheme “module:Name”, as SVG; `more` arguments go to `attention` too."""
-    if not 0 <= head < heads:
-        raise ValueError(f"head is {head}, but must be from 0 to {heads - 1}")
-    if name == RELATIVE:
-        return draw_curves()
-    if ":" in name:
-        picture = Picture(name.partition(":")[2], f"The scheme {name}.", "")
-        call: dict[str, Any] = {"position": make_scheme(name, heads)}
-    elif name not in PICTURES:
+    """Draw a picture of the gallery, or a scheme “module:Name”, as SVG; `more` arguments go to `attention` too.
+
+    A mask and the picture of several schemes take none of the options.
+    """
+    if ":" not in name and name not in (*PICTURES, RELATIVE):
         names = ", ".join((*PICTURES, RELATIVE))
         raise ValueError(f"name is {name!r}, but must be one of {names}; or module:Name, a scheme of your own")
-    elif heads != HEADS:
+    given = {"head": head or None, "heads": None if heads == HEADS else heads, "tokens": tokens, **more}
+    given = {key: value for key, value in given.items() if value is not None}
+    if given and ":" not in name and name not in SCHEMES:
+        key, value = next(iter(given.items()))
+        raise ValueError(f"{key} is {value!r}, but must be left out: {name} is a picture of its own arguments")
+    if name == RELATIVE:
+        return draw_curves()
+    if name in SCHEMES and heads != HEADS:
         raise ValueError(f"heads is {heads}, but must be {HEADS} for {name}")
-    else:
+    if not 1 <= heads <= MOST_HEADS:
+        raise ValueError(f"heads is {heads}, but must be from 1 to {MOST_HEADS}")
+    if not 0 <= head < heads:
+        raise ValueError(f"head is {head}, but must be from 0 to {heads - 1}")
+    most = min(MOST_TOKENS, math.isqrt(_MOST_SCORES // heads))
+    if tokens is not None and not 1 <= tokens <= most:
+        raise ValueError(f"tokens is {tokens}, but must be from 1 to {most} with {heads} heads")
+    window = more.get("window")
+    if isinstance(window, int) and not 1 <= window <= MOST_TOKENS:
+        raise ValueError(f"window is {window}, but must be from 1 to {MOST_TOKENS}")
+    if name in PICTURES:
         picture = PICTURES[name]
         call = arguments_of(picture.call)
-    if tokens is not None and "position" not in call:
-        raise ValueError(f"tokens is {tokens}, but must be left out: the mask {name} is of {picture.tokens}")
-    matrix = measure(tokens or picture.tokens, head, heads, **call | more)
-    return draw_matrix(matrix, picture.title, picture.sentence, name)
+    else:
+        picture = Picture(name.partition(":")[2], f"The scheme {name}.", "")
+        call = {"position": make_scheme(name, heads)}
+    tokens = tokens or picture.tokens
+    try:
+        matrix = measure(tokens, head, heads, cells_of(tokens), **call | more)
+    except Exception as error:  # of their code, whatever it is
+        if name in PICTURES:
+            raise
+        raise ValueError(f"{name} cannot be drawn with {heads} heads and {tokens} tokens: {say(error)}") from error
+    return draw_matrix(matrix, tokens, picture.title, _describe(picture.sentence, head, more), name)
+
+
+def _describe(sentence: str, head: int, more: dict[str, Any]) -> str:
+    """Return the sentence of a scheme as options make it."""
+    said = sentence if head == 0 else sentence.replace("; this is the first of four heads", "")
+    options = [f"head={head}"] if head else []
+    options += [f"{key}={x}" if isinstance(x, (int, float, str, tuple)) else key for key, x in more.items()]
+    return f"{said} Drawn with {', '.join(options)}." if options else said
 
 
 def run_draw(
     name: str, output: Path, head: int, heads: int, tokens: int | None, causal: bool, window: int | None
 ) -> None:
     """Draw a scheme or a mask into a file, and say where it is."""
+    if output.name == ".svg":
+        raise ValueError(f"output is {output}, but must have a name before .svg")
     if output.suffix != ".svg":
         raise ValueError(f"output is {output}, but must end in .svg")
     more: dict[str, Any] = {"causal": True} if causal else {}

@@ -19,9 +19,17 @@ from ropewalk.experiments.bert_positions.figures import (
     fall_at_end,
     markdown_tables,
     read_bert_record,
+    styles_of,
 )
 
 RESULTS = Path(__file__).parents[3] / "results"
+
+
+def test_labels_of_schemes_are_distinct():
+    own = ["mine:rope", "mine:LogBias", "mine:Fall", "pkg.mine:Fall", "pkg:AliBi"]
+    labels = [label for label, *_ in styles_of([*SCHEMES, *own]).values()]
+    assert len({label.casefold() for label in labels}) == len(SCHEMES) + len(own)
+    assert labels[len(SCHEMES) :] == ["mine:Fall", "LogBias", "mine:rope", "pkg.mine:Fall", "pkg:AliBi"]
 
 
 def test_figures_and_tables_of_a_record(tmp_path, monkeypatch):

@@ -234,6 +234,9 @@ class LearnedSlopes(BERTAttention):
     @property
     def position(self):
         return Alibi(self.slopes)
+
+def fails(n_heads):
+    raise RuntimeError("no luck")
 """
 
 
@@ -265,7 +268,12 @@ def test_schemes_from_outside_are_compared(tmp_path, settings, theirs, device):
 
 
 def test_a_name_that_is_no_scheme_is_one_line(tmp_path, settings, theirs):
-    for name, said in ((f"{theirs}:Rise", "has no 'Rise'"), (f"{theirs}:torch", "must be a PositionScheme")):
+    for name, said in (
+        (f"{theirs}:Rise", "has no 'Rise'"),
+        (f"{theirs}:torch", "must be a PositionScheme"),
+        (f"{theirs}:PositionScheme", "defines neither rotation nor score_mod"),
+        (f"{theirs}:fails", "raised RuntimeError: no luck"),
+    ):
         result = invoke("--config", settings, "--schemes", name, "-o", tmp_path / "out")
         assert result.exit_code == 2
         assert result.stderr.startswith("error: ")

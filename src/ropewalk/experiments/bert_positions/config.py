@@ -94,7 +94,7 @@ class Config:
             try:
                 with torch.device("meta"):
                     make(self.hidden_size, self.num_heads, self.longest, self.dropout, **self.options_of(scheme))
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # of their code too, whatever it is
                 options = self.scheme_options.get(scheme, {})
                 raise ValueError(f"scheme_options: {scheme!r} cannot be built with {options}: {error}") from error
 

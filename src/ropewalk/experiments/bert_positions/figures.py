@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -239,10 +240,16 @@ def _by_scheme(rows: pd.DataFrame) -> Iterator[tuple[tuple[str, str, str, Any], 
 
 
 def styles_of(schemes: Iterable[str]) -> dict[str, tuple[str, str, str, Any]]:
-    """Return `_STYLES`, and one of each scheme “module:Name” of these, by the order of the alphabet."""
+    """Return `_STYLES`, and one of each scheme “module:Name” of these, by the order of the alphabet.
+
+    Its label is its name, or “module:Name” where another label is alike.
+    """
     own = sorted({scheme for scheme in schemes if ":" in scheme})
-    looks = zip(own, itertools.cycle(_OWN_STYLES))
-    return _STYLES | {scheme: (scheme.partition(":")[2], *look) for scheme, look in looks}
+    short = {scheme: scheme.partition(":")[2] for scheme in own}
+    labels = [*_STYLES, *(label for label, *_ in _STYLES.values()), *short.values()]
+    uses = Counter(label.casefold() for label in labels)
+    names = (scheme if uses[short[scheme].casefold()] > 1 else short[scheme] for scheme in own)
+    return _STYLES | {scheme: (name, *look) for scheme, name, look in zip(own, names, itertools.cycle(_OWN_STYLES))}
 
 
 def spread(values: pd.Series[float], digits: int, sign: str = "-") -> str:
