@@ -64,7 +64,8 @@ def test_scores_whose_probability_underflows_are_read(slope, causal):
 
 
 def test_attended_is_the_masks_alone():
-    assert "not attended" not in gallery.draw("alibi", tokens=3200, causal=False)
+    assert "not attended" not in gallery.draw(f"{__name__}:Steep")
+    assert "not attended" in gallery.draw(f"{__name__}:Own")
     mask = torch.eye(T, dtype=torch.bool) | (torch.arange(T) == 0)
     values = gallery.measure(T, position=Alibi(torch.full((4,), 400.0)), mask=mask).values
     assert torch.equal(~values.isnan(), mask)
@@ -77,6 +78,10 @@ class Own(PositionScheme):
 
     def score_mod(self, scores, distance):
         return scores.masked_fill(distance.abs() > 4, self.far) - 900 * distance.abs()
+
+
+class Steep(Own):
+    far = -1e6
 
 
 class Nan(Own):
@@ -148,7 +153,7 @@ def test_options_that_a_picture_does_not_take_are_refused(name, options):
         (["alibi", "--tokens", "1000000"], "tokens is 1000000, but must be from 1 to 4096"),
         ([f"{__name__}:Own", "--heads", "1000000"], "heads is 1000000, but must be from 1 to 128"),
         ([f"{__name__}:Own", "--heads", "128", "--tokens", "4096"], "tokens is 4096, but must be from 1 to 724"),
-        (["ropewalk:T5Bias"], "ropewalk:T5Bias is T5Bias, and a call of it with () raised TypeError"),
+        (["ropewalk:T5Bias"], "ropewalk:T5Bias is the class T5Bias, and a call of it with () raised TypeError"),
         (["rope", "-o", ".svg"], "output is .svg, but must have a name before .svg"),
         (["rope", "-o", "a.png"], "output is a.png, but must end in .svg"),
     ],
