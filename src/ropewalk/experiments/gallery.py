@@ -375,10 +375,10 @@ def draw(name: str, head: int = 0, heads: int = HEADS, tokens: int | None = None
     if ":" not in name and name not in (*PICTURES, RELATIVE):
         names = ", ".join((*PICTURES, RELATIVE))
         raise ValueError(f"name is {name!r}, but must be one of {names}; or module:Name, a scheme of your own")
-    given = {"head": head or None, "heads": None if heads == HEADS else heads, "tokens": tokens, **more}
-    given = {key: value for key, value in given.items() if value is not None}
-    if given and ":" not in name and name not in SCHEMES:
-        key, value = next(iter(given.items()))
+    chosen = {"head": head or None, "heads": None if heads == HEADS else heads, "tokens": tokens, **more}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    if chosen and ":" not in name and name not in SCHEMES:
+        key, value = next(iter(chosen.items()))
         raise ValueError(f"{key} is {value!r}, but must be left out: {name} is a picture of its own arguments")
     if name == RELATIVE:
         return draw_curves()

@@ -54,8 +54,9 @@ def make_scheme(name: str, n_heads: int, **options: Any) -> PositionScheme:
             found = named(*arguments, **options)
         except Exception as error:  # of their code, whatever it is
             passed = ", ".join((*map(str, arguments), *(f"{key}={x!r}" for key, x in options.items())))
+            kind = f"{'the class' if is_class else 'a'} {kind}"
             raise ValueError(
-                f"{name} is {'the class' if is_class else 'a'} {kind}, and a call of it with ({passed}) raised {say(error)}; it must be {_KINDS}"
+                f"{name} is {kind}, and a call of it with ({passed}) raised {say(error)}; it must be {_KINDS}"
             ) from error
     elif options:
         raise ValueError(f"{name} is a {kind}, but must be a class or a function to get {options}")
