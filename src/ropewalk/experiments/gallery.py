@@ -358,9 +358,9 @@ def _svg(name: str, title: str, sentence: str, height: int, body: Sequence[str])
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
             f'aria-labelledby="{ids}-title {ids}-desc" style="width:480px;max-width:100%;height:auto;'
             f'font-family:sans-serif" fill="currentColor">',
-            "<style>svg:root{background:#fff}</style>",  # of a file by itself; in a page it has the page's
             f'<title id="{ids}-title">{_escape(title)}</title>',
             f'<desc id="{ids}-desc">{_escape(sentence)}</desc>',
+            "<style>svg:root{background:#fff}</style>",  # of a file by itself; in a page it has the page's
             *body,
             "</svg>\n",
         )
