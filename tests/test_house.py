@@ -307,6 +307,11 @@ def test_first_words_are_found():
     assert [line for line, _ in first_words(page.format("Of two it is one.", "By kernels."))] == [8, 9]
 
 
+def test_no_two_files_of_tests_have_one_name():
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted({*names})  # pytest imports them by that name
+
+
 def test_the_readme_is_short_and_says_how_to_install():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not too_long(text, MAX_README)
