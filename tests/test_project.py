@@ -99,7 +99,8 @@ def test_words_of_badges_are_not_a_template():
     ],
 )
 def test_make_gives_the_url_as_one_word(target, given, expected, monkeypatch):
-    monkeypatch.delenv("URL", raising=False)
+    for name in ("URL", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of a make that runs the tests
+        monkeypatch.delenv(name, raising=False)
     said = subprocess.run(["make", "-n", target, *given], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shlex.split(said.splitlines()[-1])[2:] == expected
 
