@@ -45,12 +45,8 @@ def name_measured(timed: Iterable[str], runs: Iterable[Mapping[str, Any]]) -> li
     There is a run for each case, the same one for several: a library that was installed for some alone is named with
     their number.
     """
-    known, runs = {*timed} - EAGER, list(runs)
+    by_name, runs = _by_name(timed), list(runs)
     found = [peer for run in runs for peer in run.get("peers") or {}]
-    # A library may have several names, and its version under one of them.
-    by_name: dict[str, list[str]] = {}
-    for peer in (peer for peer in NAMES if peer in known):
-        by_name.setdefault(NAMES[peer], []).append(peer)
     said = [_describe(name, peers, runs) for name, peers in by_name.items()]
     missing = {
         peer for peer in found if all(_is_missing(run, peer) for run in runs if peer in (run.get("peers") or {}))
@@ -62,11 +58,16 @@ def name_measured(timed: Iterable[str], runs: Iterable[Mapping[str, Any]]) -> li
 
 def lacked_by(run: Mapping[str, Any], timed: Iterable[str], runs: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the libraries of those that were timed in any of `runs` that this run lacked, by their names in tables."""
+    runs = list(runs)
+    return tuple(name for name, peers in _by_name(timed).items() if _lacks(run, peers, runs))
+
+
+def _by_name(timed: Iterable[str]) -> dict[str, list[str]]:
+    """Return libraries by their names in tables: one may have several in records, and its version under one of them."""
     known, by_name = {*timed} - EAGER, dict[str, list[str]]()
     for peer in (peer for peer in NAMES if peer in known):
         by_name.setdefault(NAMES[peer], []).append(peer)
-    runs = list(runs)
-    return tuple(name for name, peers in by_name.items() if _lacks(run, peers, runs))
+    return by_name
 
 
 def _lacks(run: Mapping[str, Any], peers: Sequence[str], runs: Iterable[Mapping[str, Any]]) -> bool:
