@@ -37,7 +37,8 @@ RECORDS = [OPS / "attention" / f"{name}.py" for name in ("api", "call", "operato
 MAX_JITTED, MAX_HOST, MAX_FILES, MAX_README = 12, 19, 12, 130
 # Their arguments are the public contract; a command's are the options that its help lists.
 MANY_ARGUMENTS = re.compile(
-    r"ops/(attention/(api\.py:\d+ attention|operator\.py:\d+ \w+)|rope/api\.py:\d+ apply_rope)\b|/cli/"
+    r"ops/(attention/(api\.py:\d+ attention|operator\.py:\d+ \w+)|rope/api\.py:\d+ apply_rope)\b|/cli/|"
+    r"parallel/api\.py:\d+ context_parallel_attention\b"
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -23,6 +23,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # "x" is x without what has a line of its own, "x.*" is all below x.
 OPEN = "device frequencies testing ops.tracing ops.arguments ops.once"
 _SHARED_BY_KERNELS = "ops.launch ops.attention.call ops.attention.backend ops.attention.pages ops.attention.tables"
+_PREPASS = "ops.attention.quantise.call ops.attention.quantise.launch"
 _TRITON_FOR_HOPPER = "arguments tiles masking scheduler softmax score_mods config gather launch_common support"
 LAYERS = {
     **dict.fromkeys(OPEN.split(), ""),
@@ -36,16 +37,20 @@ LAYERS = {
     "ops.cache.triton": "ops.launch ops.cache.call ops.cache.formats ops.cache.written",
     "ops.attention": "ops.launch ops.dtensor schemes ops.cache.formats ops.cache.validate "
     "ops.rope.api ops.rope.autograd ops.rope.call ops.rope.launch ops.rope.norm ops.rope.reference "
-    "ops.attention.backends ops.attention.plans ops.attention.gate.operation ops.attention.blocks.tables",
+    "ops.attention.backends ops.attention.plans ops.attention.gate.operation ops.attention.blocks.tables "
+    "ops.attention.quantise.call ops.attention.quantise.follow ops.attention.quantise.precision "
+    "ops.attention.quantise.reference",
     "ops.attention.blocks": "ops.launch ops.attention.call ops.attention.backend ops.attention.triton.tiles",
     "ops.attention.gate": "ops.launch ops.attention.backend ops.attention.plans ops.attention.triton.tiles",
+    "ops.attention.quantise": "ops.launch ops.attention.call ops.attention.tables "
+    "ops.attention.triton.launch_common ops.attention.triton.scheduler ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "ops.launch ops.rope.launch ops.rope.norm schemes ops.attention ops.attention.backends "
     "ops.attention.triton.table_rows",
     "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.cache.formats ops.attention.dropout ops.rope.api "
-    "ops.attention.gate.kernel ops.attention.gate.kernel",
+    f"ops.attention.gate.kernel {_PREPASS}",
     "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.cache.formats ops.attention.dropout ops.rope.api "
-    "ops.attention.gate.kernel ops.attention.blocks.kernel ops.attention.blocks.mask_kernel "
+    f"ops.attention.gate.kernel ops.attention.blocks.kernel ops.attention.blocks.mask_kernel {_PREPASS} "
     + " ".join(f"ops.attention.triton.{name}" for name in _TRITON_FOR_HOPPER.split()),
     "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.attention.libraries.merge",
     "ops.attention.libraries.merge": "ops.launch ops.attention.triton.tiles",
@@ -71,6 +76,7 @@ KERNELS = (
     *("ropewalk.ops.*.triton.*", "ropewalk.ops.*.hopper.*", "ropewalk.ops.attention.gate.kernel"),
     *(f"ropewalk.ops.rope.{family}{name}" for family in ("", "*.") for name in ("arguments", "kernel", "launch")),
     *(f"ropewalk.ops.launch.{name}" for name in ("bind", "kernel", "launcher", "plan")),
+    *(f"ropewalk.ops.attention.quantise.{name}" for name in ("kernel", "launch")),
     *(f"ropewalk.ops.attention.blocks.{name}" for name in ("kernel", "build_kernel", "mask_kernel")),
     "ropewalk.ops.attention.libraries.merge",
     "ropewalk.modules.mask_kernel",
@@ -159,12 +165,13 @@ def breaks_layers(found):
 
 
 def loads_a_launcher(found):
-    """Whether a module of kernels imports a launcher of another folder."""
+    """Whether a module of kernels imports a launcher of another folder, but that of the one prepass."""
     if not matches(found.importer, (*KERNELS, "ropewalk.ops.*.cuda.*", "ropewalk.ops.*.libraries.*")):
         return False
     folder, _, name = found.imported.rpartition(".")
     is_launcher = name == "launch" or name.endswith("_launch")
-    return is_launcher and folder != found.importer.rpartition(".")[0]
+    is_prepass = found.imported == "ropewalk.ops.attention.quantise.launch"
+    return is_launcher and not is_prepass and folder != found.importer.rpartition(".")[0]
 
 
 def find_circle(imports):

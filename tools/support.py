@@ -47,7 +47,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Packed sequences and pages": ("layout", "bounds", "pages"),
     "Everything else": (
-        *("scale", "softcap", "sinks", "dropout", "norm", "gate", "results", "deterministic"),
+        *("scale", "softcap", "sinks", "dropout", "norm", "gate", "results", "deterministic", "precision"),
         *("dtype", "head_dim", "heads", "batch", "memory", "gradients", "grad memory"),
     ),
 }
@@ -136,6 +136,9 @@ LABELS: dict[tuple[str, str], str] = {
     ("results", "max logits"): "`return_max_logits`",
     ("results", "all"): "`return_lse` and `return_max_logits`",
     ("deterministic", "yes"): "`deterministic=True`",
+    ("precision", "int8"): '`precision="int8"`',
+    ("precision", "int8-fp8"): '`precision="int8-fp8"`',
+    ("precision", "neither turned nor centred"): "`precision=QuantizedProducts(…, hadamard=False, centre=False)`",
     ("dtype", "float16"): "float16",
     ("dtype", "float32"): "float32",
     ("dtype", "float64"): "float64",

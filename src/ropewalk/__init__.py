@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ropewalk.ops.attention.api import attention as attention
     from ropewalk.ops.attention.api import explain_choice as explain_choice
     from ropewalk.ops.attention.blocks.lists import BlockLists as BlockLists
+    from ropewalk.ops.attention.quantise.precision import QuantizedProducts as QuantizedProducts
     from ropewalk.ops.cache.api import append_kv as append_kv
     from ropewalk.ops.rope.api import apply_rope as apply_rope
     from ropewalk.ops.rope.norm import QKNorm as QKNorm
@@ -65,6 +66,7 @@ _MODULE_OF = {
     "NoPosition": "ropewalk.schemes",
     "PositionScheme": "ropewalk.schemes",
     "QKNorm": "ropewalk.ops.rope.norm",
+    "QuantizedProducts": "ropewalk.ops.attention.quantise.precision",
     "ReRoPEBERTAttention": "ropewalk.modules.bert",
     "ReRope": "ropewalk.schemes",
     "RoPEAttention": "ropewalk.modules.attention",

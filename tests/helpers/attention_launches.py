@@ -5,6 +5,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from helpers.compile import Recorder, pretend_target
 from ropewalk import BlockLists
+from ropewalk.ops.attention import reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backend import Wanted
 from ropewalk.ops.attention.triton import launch as triton_launch
@@ -47,14 +48,39 @@ CALLS = {
 }
 
 
+def draw(head_dim, v_head_dim, dtype, name):
+    """Draw q, k and v of a call, and return its keywords."""
+    keywords = CALLS[name]
+    q, k, v = (torch.randn(2, T, *shape).to(dtype) for shape in ((H, head_dim), (2, head_dim), (2, v_head_dim)))
+    if "cu_seqlens_q" in keywords:
+        return *(x.flatten(0, 1) for x in (q, k, v)), {**keywords, "layout": "thd"}
+    return q, k, v, {**keywords, "layout": "bthd"}
+
+
+def launch_of_8_bits(monkeypatch, target, head_dim, v_head_dim, precision, name):
+    """Return the launch of the forward kernel of a call of 8-bit products on a target."""
+    pretend_target(monkeypatch, target)
+    *tensors, keywords = draw(head_dim, v_head_dim, torch.bfloat16, name)
+    launches = []
+
+    def quantise(call, on, permuted):
+        operands = reference.quantise_call(call)
+        v = operands.v
+        return operands if v is None else operands._replace(v=v._replace(x=v.x.contiguous()))
+
+    monkeypatch.setattr(triton_launch, "quantise", quantise)
+    monkeypatch.setattr(triton_launch, "forward_kernel", Recorder(triton_launch.forward_kernel, launches))
+    monkeypatch.setattr(launch_common, "schedule_kernel", Recorder(launch_common.schedule_kernel, []))
+    with torch.no_grad():
+        triton_launch.forward(make_call(*tensors, precision=precision, **keywords), False)
+    [launch] = launches
+    return launch
+
+
 def launches_of(monkeypatch, target, head_dim, v_head_dim, dtype, name):
     """Return the launches of a call's forward and backward on a target, and those of its schedules and sums."""
     pretend_target(monkeypatch, target)
-    keywords = CALLS[name]
-    layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
-    q, k, v = (torch.randn(2, T, *shape).to(dtype) for shape in ((H, head_dim), (2, head_dim), (2, v_head_dim)))
-    if layout == "thd":
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    q, k, v, keywords = draw(head_dim, v_head_dim, dtype, name)
     launches, others = [], []
     for kernel in KERNELS:
         monkeypatch.setattr(triton_launch, kernel, Recorder(getattr(triton_launch, kernel), launches))
@@ -64,7 +90,7 @@ def launches_of(monkeypatch, target, head_dim, v_head_dim, dtype, name):
         (launch_common, "sum_parts_kernel"),
     ):
         monkeypatch.setattr(module, other, Recorder(getattr(module, other), others))
-    call = make_call(q, k, v, layout=layout, **keywords)
+    call = make_call(q, k, v, **keywords)
     if call.dropout_p > 0:
         call = call._replace(seed=torch.zeros(1, dtype=torch.int64))
     wanted = Wanted(name.startswith("learned"), "sinks" in keywords)

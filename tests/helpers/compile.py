@@ -23,6 +23,8 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 # Bounds on spills hold from Triton 3.7 on: tiles were chosen by its reports, and 3.6 spills up to 1 KB on gfx942.
 OLDER_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)

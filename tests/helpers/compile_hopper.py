@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -14,16 +15,17 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from helpers.compile import Recorder, compile_source, describe, describe_launch, rotate_anywhere
+from helpers.compile import Recorder, compile_source, describe, describe_launch, pretend_target, rotate_anywhere
 from helpers.targets import TARGETS, cuobjdump
-from ropewalk import BlockLists
+from ropewalk import BlockLists, QuantizedProducts
 from ropewalk import device as gpu
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.autograd import without_inputs
 from ropewalk.ops.attention.backend import Wanted
 from ropewalk.ops.attention.blocks import kernel as kernel_of_lists
 from ropewalk.ops.attention.hopper import launch as hopper_launch
-from ropewalk.ops.attention.hopper import ranges
+from ropewalk.ops.attention.hopper import launch_8bit, ranges
+from ropewalk.ops.attention.quantise import launch as quantise_launch
 from ropewalk.ops.attention.triton import launch_common
 from ropewalk.ops.launch.steps import AT_ONCE
 from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, SelfExtend, T5Bias
@@ -141,26 +143,40 @@ DROPOUT_CALLS = {
         "dropout_p": 0.1,
     },
 }
-WALKS = {"rerope-causal": 2, "self-extend": 3}  # over far pairs behind, those ahead, and near ones
-SIDED_WALKS = {"rerope-causal": 2, "self-extend": 2}  # those in which later keys are not attended by the first queries
+RANGES = {"rerope-causal": 2, "self-extend": 3, "lists-rerope": 2}  # of pairs: far ones behind, those ahead, near ones
+RANGES |= dict.fromkeys(RANGE_CALLS, 3)
 # Deterministic backwards, whose programs add dQ in one order.
 ORDERED_CALLS = {
     f"ordered-{name}": {**(CALLS | FAR_CALLS)[name], "deterministic": True}
     for name in ("rope-causal", "starts", "packed-causal", "bands-decay", "dropout", "self-extend")
 }
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+# By 8-bit products, whose precision is named beside them.
+PRECISIONS = {
+    "int8": "int8",
+    "int8-fp8": "int8-fp8",
+    "uncentred": QuantizedProducts(values="float8", centre=False),
+}
+CALLS_8BIT = {"max-logits": {"position": Rope(), "causal": True, "max_logits": True}}
+DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
 
 
-def call_of(monkeypatch, head_dim, dtype, name):
+def call_of(monkeypatch, head_dim, dtype, name, precision=None):
     """Return a call, and a list to which launches of small kernels before the others will be added.
 
     A pair of head dims is of q and of v.
     """
-    every = CALLS | SHARED_CALLS | FORWARD_CALLS | LONE_CALLS | GROUP_CALLS | FAR_CALLS
+    every = CALLS_8BIT | CALLS | SHARED_CALLS | FORWARD_CALLS | LONE_CALLS | GROUP_CALLS | FAR_CALLS
     every = every | RANGE_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS
     keywords = dict(every[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
     n_sms, gate = keywords.pop("n_sms", 132), keywords.pop("gate", None)
+    has_max_logits = keywords.pop("max_logits", False)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
     kv_heads = min(heads, 2)
     dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
@@ -177,7 +193,9 @@ def call_of(monkeypatch, head_dim, dtype, name):
         monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), schedules))
     monkeypatch.setattr(ranges, "mark_ranges_kernel", Recorder(ranges.mark_ranges_kernel, schedules))
     monkeypatch.setattr(kernel_of_lists, "compact_kernel", Recorder(kernel_of_lists.compact_kernel, schedules))
-    call = make_call(q, k, v, layout=layout, **keywords)._replace(gate=gate)
+    call = make_call(q, k, v, layout=layout, precision=precision, **keywords)._replace(gate=gate)
+    if has_max_logits:
+        call = call._replace(row_logits=torch.empty(call.q.shape[:3]))
     if call.dropout_p > 0:
         call = call._replace(seed=torch.zeros(1, dtype=torch.int64))
     return call, schedules
@@ -192,6 +210,21 @@ def forward_launch_of(monkeypatch, head_dim, dtype, name):
     hopper_launch.forward(call)
     (launch,) = launches
     return launch, schedules
+
+
+def forward_8bit_launches_of(monkeypatch, head_dim, dtype, name, precision):
+    """Return what the forward of a call by 8-bit products would launch: the kernel; and those that quantise before."""
+    pretend_target(monkeypatch, "sm_90")
+    call, _ = call_of(monkeypatch, head_dim, dtype, name, PRECISIONS[precision])
+    before, launches = [], []
+    for kernel in ("mean_kernel", "quantise_kernel"):
+        monkeypatch.setattr(quantise_launch, kernel, Recorder(getattr(quantise_launch, kernel), before))
+    recorder = Recorder(launch_8bit.forward_8bit_kernel, launches)
+    monkeypatch.setattr(launch_8bit, "forward_8bit_kernel", recorder)
+    monkeypatch.setattr(launch_8bit, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32))
+    launch_8bit.forward(call, False)
+    (launch,) = launches
+    return launch, before
 
 
 def backward_launches_of(monkeypatch, head_dim, dtype, name):
@@ -275,6 +308,60 @@ def instructions_of(compiled, tmp_path):
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z].*?) ;", cuobjdump(cubin, "--dump-sass"))
 
 
+def barriers_among_tiles(instructions, shared, halves=1):
+    """Of the barriers that a kernel makes, those that do not lie behind all tiles, as addresses in shared memory.
+
+    Those that do are in the last 512 bytes, of each half: no tile is as small, and what else is small comes last.
+    The compiler gives the memory of a barrier that nobody waits at to a tile; such a barrier may come back over it.
+    """
+    made = [line for line in instructions if line.startswith("SYNCS.EXCH")]
+    assert made
+    places = [int((re.findall(r"\+(0x[0-9a-f]+)\]", line) or ["0"])[0], 16) for line in made]
+    return [place for place in places if place < shared - 512 * halves]
+
+
+def exponentials_in_main_loops(instructions):
+    """Of each consumer's main loops, one a walk: exponentials before and after the wait for the product with values.
+
+    The one wait that leaves a product going, the one with values, marks a loop: there its scores are done. What follows
+    it is a step's exponentials and, among them, the wait for that product.
+    """
+    found = []
+    for place, instruction in enumerate(instructions):
+        if re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x1$", instruction):
+            counts, waits = [0, 0], 0
+            for following in instructions[place + 1 :]:
+                if following.startswith("WARPGROUP.DEPBAR"):
+                    waits += 1
+                if waits == 2:
+                    break
+                counts[waits] += following.startswith("MUFU.EX2")
+            found.append(tuple(counts))
+    return found
+
+
+def local_memory_in_main_loops(instructions):
+    """Of each consumer's main loops: accesses to local memory between a step's scores and its wait for values."""
+    found = []
+    for place, instruction in enumerate(instructions):
+        if re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x1$", instruction):
+            step = itertools.takewhile(lambda line: not line.startswith("WARPGROUP.DEPBAR"), instructions[place + 1 :])
+            found.append(sum(line.startswith(("LDL", "STL")) for line in step))
+    return found
+
+
+def order_of_work(instructions):
+    """Beginnings of products, as P, and waits, as how many they leave going; and how many exponentials follow each."""
+    found = []
+    for instruction in instructions:
+        wait = re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)$", instruction)
+        if wait or instruction.startswith("WARPGROUP.ARRIVE"):
+            found.append([wait.group(1) if wait else "P", 0])
+        elif instruction.startswith("MUFU.EX2") and found:
+            found[-1][1] += 1
+    return found
+
+
 CASES = [
     *((head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in CALLS),
     *((head_dim, torch.float16, "rope-causal") for head_dim in (64, 128)),
@@ -305,6 +392,22 @@ FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name
 RANGE_CASES = [
     (128, torch.bfloat16, "ranges-rerope"),
     *((64, torch.bfloat16, name) for name in ("ranges-self-extend", "ranges-packed")),
+]
+# Head dims, dtype, call and precision: all features of a call at 128, and those that cost most elsewhere.
+_FEW = ("plain", "rope-causal", "starts", "alibi-causal")
+CASES_8BIT = [
+    *((128, torch.bfloat16, name, "int8-fp8") for name in (*_FEW, "window-sides", "lengths", "packed-causal", "t5")),
+    *((128, torch.bfloat16, name, "int8-fp8") for name in ("softcap", "gate-sinks", "max-logits", "rerope-causal")),
+    *((128, torch.bfloat16, name, "int8-fp8") for name in ("self-extend", "lists-bits", "ranges-rerope")),
+    *((128, torch.bfloat16, name, "int8") for name in (*_FEW, "packed-causal", "t5", "rerope-causal")),
+    *((64, torch.bfloat16, name, "int8-fp8") for name in (*_FEW, "lists-rerope")),
+    *((64, torch.bfloat16, name, "int8") for name in (*_FEW, "lists-rerope")),
+    *((256, torch.bfloat16, name, "int8-fp8") for name in ("plain", "rope-causal", "packed-causal", "rerope-causal")),
+    *((256, torch.bfloat16, name, "int8") for name in ("plain", "rope-causal", "packed-causal", "softcap")),
+    *((head_dim, torch.bfloat16, "rope-causal", "uncentred") for head_dim in (64, 128, 256)),
+    ((192, 128), torch.bfloat16, "rope-causal", "int8-fp8"),
+    ((64, 128), torch.bfloat16, "starts", "int8"),
+    (128, torch.float16, "rope-causal", "int8"),
 ]
 # Bytes of registers that a thread spilled when last recorded, by version of Triton: many in the backward, whose
 # accumulators take 128 of a thread's registers throughout, or 64 beside steps twice as large.

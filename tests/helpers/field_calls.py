@@ -85,6 +85,7 @@ CHANGES: dict[str, Change] = {
     "sinks": Change(lambda device: {"sinks": _slopes(device)}),
     "dropout_p": Change(lambda device: {"dropout_p": 0.5}),
     "seed": Change(lambda device: {"dropout_p": 0.5}),
+    "precision": Change(lambda device: {"precision": "int8"}),
     "keys_rotated": Change(lambda device: {"keys_rotated": True}, lambda device: {"position": Rope()}),
     "score_mod": Change(lambda device: {"position": Alibi()}),
     "score_mod_params": Change(

@@ -99,9 +99,10 @@ OF_DTENSORS = {
     "query_starts": ({"causal": True}, {"causal": True, "query_starts": torch.tensor([-9])}),
     "keys_rotated": ({"position": Rope()}, {"position": Rope(), "keys_rotated": True}),
     "return_max_logits": ({}, {"return_max_logits": True}),
+    "precision": ({}, {"precision": "int8"}),
 }
 # Read too, and shown elsewhere: by a bad value, with other tensors, or beside another one.
-BAD = {"deterministic": 3, "impl": "fast"}
+BAD = {"deterministic": 3, "impl": "fast", "precision": "int4"}
 BESIDE = {"positions_k": "positions_q"}
 OF_PACKED_AND_PAGES = {"cu_seqlens_q", "cu_seqlens_k", "block_table", "k_scale", "v_scale"}
 

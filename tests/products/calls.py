@@ -16,7 +16,7 @@ from torch import Tensor
 
 from products import foreign
 from products.table import Row
-from ropewalk import Alibi, BlockLists, ExpoSB, QKNorm, ReRope, Rope, SelfExtend, T5Bias
+from ropewalk import Alibi, BlockLists, ExpoSB, QKNorm, QuantizedProducts, ReRope, Rope, SelfExtend, T5Bias
 
 Leaves = dict[str, Tensor]
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
@@ -217,6 +217,7 @@ def build(row: Row, seed: int, device: torch.device, sizes: Sizes, variant: int 
     fixed["softcap"] = 2.0 if row["softcap"] == "given" else None
     fixed["dropout_p"] = 0.3 if row["dropout"] == "given" else 0.0
     fixed["deterministic"] = True if row["deterministic"] == "yes" else None
+    fixed["precision"] = _make_precision(row)
     fixed["return_lse"] = row["results"] in ("lse", "lse and its gradient", "all")
     fixed["return_max_logits"] = row["results"] in ("max logits", "all")
     if row["sinks"] != "none":
@@ -275,6 +276,16 @@ def _in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
         return shape
     batch, tokens, heads, width = shape
     return batch, heads, tokens, width
+
+
+def _make_precision(row: Row) -> Any:
+    """Return a precision by its name, or as an object with a backward where a gradient is needed."""
+    kind, backward = row["precision"], None if row["gradients"] == "none" else "16-bit"
+    if kind == "neither turned nor centred":
+        return QuantizedProducts(values="float8", hadamard=False, centre=False, backward=backward)
+    if kind == "none" or backward is None:
+        return None if kind == "none" else kind
+    return QuantizedProducts(values="float8" if kind == "int8-fp8" else "16-bit", backward=backward)
 
 
 def _lengths(row: Row, queries: int, keys: int, batch: int) -> tuple[list[int], list[int]]:

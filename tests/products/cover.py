@@ -53,7 +53,10 @@ def refusals(
             return dict.fromkeys(impls, str(error))
         if norm is not None and goes_with_rotation(norm, made.scheme):
             made = made._replace(tables=NO_TABLES)
-        found = {impl: None if impl is None else refusal_on_gpu(impl, made) for impl in impls}
+        found = {impl: refusal_on_gpu(impl, made) for impl in (*IMPLS, *impls) if impl is not None}
+        # By default kernels alone run 8-bit products; other calls have the reference.
+        found[None] = None if made.precision is None or None in found.values() else found[IMPLS[0]]
+        found = {impl: found[impl] for impl in impls}
     return {impl: None if refused is None else refused.reason for impl, refused in found.items()}
 
 

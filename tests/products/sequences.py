@@ -390,7 +390,7 @@ CHANGES: dict[str, Change] = {
     # Another row of the table of features.
     **_of_rows("layout", "tokens", "scheme", "positions", "keys_rotated", "causal", "window", "mask", "blocks"),
     **_of_rows("key_lengths", "key_starts", "query_starts", "scale", "softcap", "sinks", "dropout", "norm", "gate"),
-    **_of_rows("results", "gradients", "deterministic", "heads", "bounds"),
+    **_of_rows("results", "gradients", "deterministic", "precision", "heads", "bounds"),
     "lengths: others": _sizes(1),
     "lengths: more others": _sizes(2),
     "device: another": Change("device", _other_device, True, binaries=SAME, place="two GPUs"),

@@ -68,6 +68,7 @@ FEATURES: dict[str, Feature] = {
     "results": Feature(
         ("return_lse", "return_max_logits"), ("out", "lse", "lse and its gradient", "max logits", "all")
     ),
+    "precision": Feature(("precision",), ("none", "int8", "int8-fp8", "neither turned nor centred")),
     "gradients": Feature((), ("none", "all", "q", "k and v", "options")),
     "deterministic": Feature(("deterministic",), ("no", "yes")),
     "memory": Feature((), ("dense", "sliced heads", "sliced features", "misaligned", "features apart", "broadcast")),

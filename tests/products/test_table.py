@@ -14,7 +14,20 @@ from torch import Tensor
 
 from products import calls, cover, table
 from products.table import FEATURES, NEUTRAL, NOT_VALUES, RULES, Row, names_a_call, plainest
-from ropewalk import Alibi, BlockLists, ExpoSB, NoPosition, QKNorm, ReRope, Rope, SelfExtend, T5Bias, attention, schemes
+from ropewalk import (
+    Alibi,
+    BlockLists,
+    ExpoSB,
+    NoPosition,
+    QKNorm,
+    QuantizedProducts,
+    ReRope,
+    Rope,
+    SelfExtend,
+    T5Bias,
+    attention,
+    schemes,
+)
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backends import KERNELS
 from ropewalk.ops.attention.call import LEAVES, NOT_IN_PROGRAM, AttentionCall, flatten
@@ -89,7 +102,8 @@ def never_set(all_keywords: list[dict[str, Any]], names: Collection[str]) -> set
 
 def options_of(all_keywords: list[dict[str, Any]], kind: type) -> set[str]:
     """Return the fields of a class that are as by default in all of its objects."""
-    objects = [x for given in all_keywords for x in (given.get("position"), given.get("norm"), given.get("blocks"))]
+    names = ("position", "norm", "blocks", "precision")
+    objects = [given.get(name) for given in all_keywords for name in names]
     objects += [x.rope for x in objects if isinstance(x, ReRope | SelfExtend) and x.rope is not None]
     objects = [x for x in objects if type(x) is kind]
     return {
@@ -119,7 +133,7 @@ def test_each_leaf_of_a_call_is_set(keywords):
     assert never_set(keywords[:2], names) > {"softcap", "sinks"}
 
 
-@pytest.mark.parametrize("kind", [*SCHEMES, QKNorm, BlockLists], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*SCHEMES, QKNorm, BlockLists, QuantizedProducts], ids=lambda kind: kind.__name__)
 def test_each_option_is_another_than_by_default(keywords, kind):
     assert options_of(keywords, kind) == set()
 

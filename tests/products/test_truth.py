@@ -22,6 +22,7 @@ from ropewalk import (
     NoPosition,
     PositionScheme,
     QKNorm,
+    QuantizedProducts,
     ReRope,
     Rope,
     SelfExtend,
@@ -292,7 +293,7 @@ def test_the_truth_imports_nothing_of_what_it_judges():
             assert node.level == 0
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     assert {name.split(".")[0] for name in names} == {"__future__", "math", "typing", "torch", "ropewalk"}
-    public = (Alibi, ExpoSB, NoPosition, PositionScheme, QKNorm, ReRope, Rope, SelfExtend, T5Bias)
+    public = (Alibi, ExpoSB, NoPosition, PositionScheme, QKNorm, QuantizedProducts, ReRope, Rope, SelfExtend, T5Bias)
     records = {f"ropewalk.{record.__name__}" for record in public}
     assert {name for name in names if name.startswith("ropewalk")} == {"ropewalk", *records}
 

@@ -20,7 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, QKNorm, ReRope, Rope, SelfExtend, T5Bias
+from ropewalk import (
+    Alibi,
+    ExpoSB,
+    NoPosition,
+    PositionScheme,
+    QKNorm,
+    QuantizedProducts,
+    ReRope,
+    Rope,
+    SelfExtend,
+    T5Bias,
+)
 
 
 class Result(NamedTuple):
@@ -32,7 +43,7 @@ class Result(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The keywords of `attention`. The last four change no result."""
+    """The keywords of `attention`."""
 
     position: PositionScheme = NoPosition()
     causal: bool = False
@@ -60,6 +71,7 @@ class Arguments(NamedTuple):
     return_lse: bool = False
     return_max_logits: bool = False
     deterministic: bool | None = None
+    precision: str | QuantizedProducts | None = None
     impl: str | None = None
 
 
@@ -80,18 +92,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, seed: int | Tensor | None = None,
     tokens = _index_tokens(q, k, n_rows, given)
     may = _find_pairs(q, k, tokens, given)
     if may is not None:
-        q, k, v = _fill_unattended(q, k, v, may, given.norm)
+        q, k, v = _fill_unattended(q, k, v, may if given.precision is None else _existing(k, tokens, given), given.norm)
     distance = (tokens.position_q[..., :, None] - tokens.position_k[..., None, :])[:, None]
     features = _map_features(q.to(work), k.to(work), tokens, given, dtype)
-    scores = _score(features, distance, given.position).to(work)
-    scores = scores * (q.shape[-1] ** -0.5 if given.scale is None else float(given.scale))
-    largest = _find_largest(scores, may)
-    if given.softcap is not None:
-        scores = given.softcap * torch.tanh(scores / given.softcap)
-    scores = _change_scores(scores, distance, given.position)
-    if may is not None:
-        scores = scores.masked_fill(~may, -torch.inf)
-    out, lse = _attend_scores(scores, v, tokens, seed, given)
+    if given.precision is not None:
+        out, lse, largest = _attend_in_8_bits(features, v, tokens, distance, may, given, dtype)
+    else:
+        out, lse, largest = _attend_features(features, v, tokens, distance, may, seed, given)
     if given.layout == "thd":
         out, lse = out[0].transpose(0, 1), lse[0]
     elif given.layout == "bthd":
@@ -100,6 +107,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, seed: int | Tensor | None = None,
         gate = given.gate if given.gate.ndim == out.ndim else given.gate[..., None]
         out = (out.to(work) * torch.sigmoid(gate.to(work))).to(dtype)
     return Result(out, lse, largest)
+
+
+def _attend_features(
+    features: Features,
+    v: Tensor,
+    tokens: Tokens,
+    distance: Tensor,
+    may: Tensor | None,
+    seed: int | Tensor | None,
+    given: Arguments,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output (B, H, Tq, Dv), of v's dtype, the log-sum-exp (B, H, Tq) and the largest scores (H,)."""
+    scores, largest = _change_all(_score(features, distance, given.position), features, distance, may, given)
+    return *_attend_scores(scores, v, tokens, seed, given), largest
+
+
+def _change_all(
+    scores: Tensor, features: Features, distance: Tensor, may: Tensor | None, given: Arguments
+) -> tuple[Tensor, Tensor]:
+    """Return the scores that the softmax gets, and the largest ones before they are capped."""
+    scores = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    scores = scores * (features.q.shape[-1] ** -0.5 if given.scale is None else float(given.scale))
+    largest = _find_largest(scores, may)
+    if given.softcap is not None:
+        scores = given.softcap * torch.tanh(scores / given.softcap)
+    scores = _change_scores(scores, distance, given.position)
+    if may is not None:
+        scores = scores.masked_fill(~may, -torch.inf)
+    return scores, largest
 
 
 # Keys and values
@@ -552,6 +588,172 @@ def _t5_buckets(distance: Tensor, n_buckets: int, bidirectional: bool, max_dista
     far = (n_exact + (logarithm * (n_one_way - n_exact)).long()).clamp(max=n_one_way - 1)
     bucket = torch.where(past < n_exact, past, far)
     return bucket + n_one_way * (distance < 0) if bidirectional else bucket
+
+
+# 8-bit products
+
+
+class Blocks(NamedTuple):
+    """Where keys stand for units and means."""
+
+    exist: Tensor  # (B or 1, Tk)
+    sequence: Tensor  # (B, Tk): the number of a key's sequence, or of its row
+    n_sequences: int
+    block: Tensor  # (B, Tk): a number of each block of 128 keys of a sequence
+    group: Tensor  # (B, Tk): one of each four groups of a block
+    number: Tensor  # (B or 1, Tk): a key's number among the existing ones of its sequence
+    length: Tensor  # (B or 1, Tk): how many these are
+
+
+def _existing(k: Tensor, tokens: Tokens, given: Arguments) -> Tensor:
+    """Return the pairs of all queries and the keys that are no padding, (B or 1, 1, 1, Tk)."""
+    if tokens.sequence_k is not None and given.cu_seqlens_q is not None:
+        return (tokens.sequence_k < given.cu_seqlens_q.numel() - 1)[None, None, None]
+    exist = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device)
+    if given.key_lengths is not None:
+        exist = exist & (tokens.index_k < given.key_lengths[:, None])
+    if given.key_starts is not None:
+        exist = exist & (tokens.index_k >= given.key_starts[:, None])
+    return exist[:, None, None]
+
+
+def _find_blocks(k: Tensor, tokens: Tokens, given: Arguments) -> Blocks:
+    batch, n_keys = k.shape[0], k.shape[2]
+    exist, index = _existing(k, tokens, given)[:, 0, 0], tokens.index_k
+    if tokens.sequence_k is None:
+        sequence = torch.arange(batch, device=k.device)[:, None].expand(-1, n_keys)
+        n_sequences, first = batch, 0 if given.key_starts is None else given.key_starts.long()[:, None]
+        length = exist.sum(1, keepdim=True).expand(-1, n_keys)
+    else:
+        assert given.cu_seqlens_q is not None
+        sequence, n_sequences, first = tokens.sequence_k[None], given.cu_seqlens_q.numel(), 0  # and one of the tail
+        length = torch.bincount(tokens.sequence_k, minlength=n_sequences)[tokens.sequence_k][None]
+    block = sequence * (n_keys // 128 + 1) + index // 128
+    return Blocks(exist, sequence, n_sequences, block, 4 * block + index % 8 // 2, index - first, length)
+
+
+def _mean_of(x: Tensor, blocks: Blocks, causal: bool) -> Tensor:
+    """Return the mean that is taken off each key or value, (B, K, Tk, D)."""
+    number, length = blocks.number, blocks.length.clamp(min=1)
+    i = (number * 256 + length - 1) // length
+    is_read = number < 128 if causal else (length <= 256) | ((i < 256) & (i * length // 256 == number))
+    is_read = (is_read & blocks.exist).expand(x.shape[0], -1)
+    weight = F.one_hot(blocks.sequence, blocks.n_sequences).to(x.dtype)  # (B, Tk, S)
+    read = weight * is_read[..., None]
+    total = torch.einsum("bns,bknd->ksd", read, x.masked_fill(~is_read[:, None, :, None], 0))
+    mean = total / read.sum((0, 1)).clamp(min=1)[:, None]
+    return torch.einsum("bns,ksd->bknd", weight, mean)
+
+
+def _units(x: Tensor, group: Tensor, most: float) -> Tensor:
+    """Return the unit of each key, (B, K, Tk, 1): of the largest number of its group."""
+    largest = x.abs().amax(-1)  # (B, K, Tk)
+    if largest.numel() == 0:
+        return largest[..., None]
+    n_groups = int(group.max()) + 1
+    of_groups = largest.new_zeros(largest.shape[1], n_groups)
+    for row in range(largest.shape[0]):
+        of_groups = of_groups.scatter_reduce(1, group[row].expand_as(largest[row]), largest[row], "amax")
+    found = torch.stack([of_groups[:, group[row]] for row in range(largest.shape[0])])
+    return (found / most).clamp(min=2.0**-40)[..., None]
+
+
+def _turn(x: Tensor) -> Tensor:
+    """Multiply features by Hadamard's matrix, of the largest power of two that divides their number."""
+    n = 1
+    while x.shape[-1] % (2 * n) == 0:
+        n *= 2
+    matrix = torch.ones(1, 1, dtype=x.dtype, device=x.device)
+    while matrix.shape[0] < n:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
+    return (x.unflatten(-1, (-1, n)) @ matrix * n**-0.5).flatten(-2)
+
+
+def _multiply_integers(q: Tensor, k: Tensor, blocks: Blocks, products: QuantizedProducts, causal: bool) -> Tensor:
+    """Return the products of q and k as those of their integers, (B, H, Tq, Tk)."""
+    mean = _mean_of(k, blocks, causal) if products.centre else torch.zeros_like(k)
+    rest = (k - mean).masked_fill(~blocks.exist[:, None, :, None], 0)
+    q_turned, k_turned = (_turn(q), _turn(rest)) if products.hadamard else (q, rest)
+    most = 127 if q.dtype == torch.float64 else 127 / (1 + 2.0**-10)
+    unit_q = (q_turned.abs().amax(-1, keepdim=True) / most).clamp(min=2.0**-40)
+    unit_k = _units(k_turned, blocks.group, most)
+    q_int, k_int = (torch.round(x / unit).clamp(-127, 127) for x, unit in ((q_turned, unit_q), (k_turned, unit_k)))
+    return _multiply(q_int * unit_q, k_int * unit_k) + _multiply(q, mean)
+
+
+def _round_values(v: Tensor, blocks: Blocks, products: QuantizedProducts, causal: bool) -> Tensor:
+    """Return what values in e4m3 stand for."""
+    mean = _mean_of(v, blocks, causal) if products.centre else torch.zeros_like(v)
+    rest = (v - mean).masked_fill(~blocks.exist[:, None, :, None], 0)
+    unit = _units(rest, blocks.block, 448)
+    return (rest / unit).clamp(-448, 448).to(torch.float8_e4m3fn).to(v.dtype) * unit + mean
+
+
+def _attend_in_8_bits(
+    features: Features,
+    v: Tensor,
+    tokens: Tokens,
+    distance: Tensor,
+    may: Tensor | None,
+    given: Arguments,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the log-sum-exp and the largest scores, with the gradients of products in 16 bits.
+
+    The baseline has units a little larger, since an integer may differ by one where a number is halfway between two. It
+    rounds probabilities as kernels do: to bfloat16, or to e4m3 of a row.
+    """
+    names = {"int8": QuantizedProducts(), "int8-fp8": QuantizedProducts(values="float8")}
+    products = names[given.precision] if isinstance(given.precision, str) else given.precision
+    assert products is not None
+    is_exact, wide = dtype == torch.float64, torch.float64 if dtype == torch.float64 else torch.float32
+    causal = given.causal or _read_window(given.window)[1] == 0
+    with torch.no_grad():
+        blocks = _find_blocks(features.k, tokens, given)
+        q, k, past, future, far = (None if x is None else x.to(wide) for x in features)
+        scores = _multiply_integers(q, k, blocks, products, causal)
+        if far is not None:
+            window = getattr(given.position, "window", None) or given.position.far_window()
+            behind, ahead = (_multiply_integers(x, far, blocks, products, causal) for x in (past, future))
+            scores = torch.where(distance.abs() < window, scores, torch.where(distance > 0, behind, ahead))
+        scores, largest = _change_all(scores, features, distance, may, given)
+        is_float8 = products.values == "float8"
+        values = _round_values(v.to(wide), blocks, products, causal) if is_float8 else v.to(wide)
+        p, lse = _softmax(scores, given)
+        rounded = p
+        if not is_exact and p.numel():
+            unit = p.amax(-1, keepdim=True).clamp(min=1e-30) / 448 if is_float8 else 1.0
+            rounded = (p / unit).to(torch.float8_e4m3fn if is_float8 else torch.bfloat16).to(wide) * unit
+        out = _weigh(rounded, values).to(dtype)
+    if torch.is_grad_enabled():
+        exact, _ = _change_all(_score(features, distance, given.position), features, distance, may, given)
+        never = exact == -torch.inf
+        exact = exact.masked_fill(never, 0)
+        p = torch.exp(exact.detach() - lse[..., None]).masked_fill(never, 0)
+        change = p * (exact - exact.detach())
+        of_lse = change.sum(-1)
+        if given.sinks is not None:
+            sinks = given.sinks.to(lse.device, lse.dtype)[:, None]
+            of_lse = of_lse + torch.exp(sinks.detach() - lse) * (sinks - sinks.detach())
+        of_out = _weigh((p + change).to(dtype), v).to(wide) - out.to(wide) * of_lse[..., None]
+        out = (out.to(wide) + of_out - of_out.detach()).to(dtype)
+        lse = torch.where(lse == -torch.inf, lse, lse + of_lse)
+    return out, lse, largest
+
+
+def _softmax(scores: Tensor, given: Arguments) -> tuple[Tensor, Tensor]:
+    """Return probabilities, 0 in rows that attend nothing, and the log-sum-exp."""
+    lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
+    if given.sinks is not None:
+        lse = torch.logaddexp(lse, given.sinks.to(lse.device, lse.dtype)[:, None])
+    return torch.exp(scores - lse[..., None]).masked_fill(scores == -torch.inf, 0), lse
+
+
+def _weigh(p: Tensor, v: Tensor) -> Tensor:
+    """Return the values weighed by probabilities, (B, H, Tq, Dv)."""
+    batch, heads, queries, keys = p.shape
+    grouped = p.reshape(batch, v.shape[1], heads // v.shape[1] * queries, keys)
+    return (grouped @ v).reshape(batch, heads, queries, v.shape[3])
 
 
 # Softmax, dropout and values

@@ -29,7 +29,7 @@ _PER_ROW = ("key_lengths", "key_starts", "query_starts")
 ATTENTION_READS = (
     *("position", "causal", "window", "scale", "mask", *_PER_ROW, "cu_seqlens_q", "cu_seqlens_k", "positions_q"),
     *("positions_k", "block_table", "softcap", "sinks", "keys_rotated", "norm", "gate", "k_scale", "v_scale"),
-    *("return_lse", "return_max_logits", "layout", "deterministic", "impl"),
+    *("return_lse", "return_max_logits", "layout", "deterministic", "precision", "impl"),
 )
 ROTATION_READS = (
     *("cos", "sin", "positions", "offsets", "axes", "cu_seqlens", "norm", "layout", "interleaved", "pair_block"),

@@ -65,6 +65,32 @@ def is_transformed() -> bool:
     return _top_transform() is not None or forward_ad._current_level >= 0
 
 
+def differentiates(*tensors: Tensor | None) -> bool:
+    """Say whether a transform of `torch.func` or forward-mode differentiation differentiates by one of eager tensors.
+
+    Any `torch.func.grad` and `jvp` counts, and a `vmap` of tensors that require a gradient outside of it.
+    """
+    found = [x for x in tensors if x is not None]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in found):
+        return True
+    if _top_transform() is None:
+        return False
+    functorch = torch._C._functorch
+    kinds = {level.key() for level in functorch.get_interpreter_stack() or ()}
+    if kinds & {functorch.TransformType.Grad, functorch.TransformType.Jvp}:
+        return True
+    return any(_requires_grad_outside(x) for x in found)
+
+
+def _requires_grad_outside(x: Tensor) -> bool:
+    """Say whether a tensor that transforms wrap requires a gradient, inside of one of them or outside of all."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if x.requires_grad:
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
 def refuse_tangents(grads: Sequence[Tensor | None]) -> None:
     """Raise ValueError if a gradient has a tangent of forward-mode differentiation, which a launch would lose."""
     if forward_ad._current_level < 0:

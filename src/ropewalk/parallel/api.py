@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ropewalk.ops.arguments import why_unread
+from ropewalk.ops.arguments import defaults_of, refuse_unknown, why_unread, without_unknown
 from ropewalk.ops.attention import api
 from ropewalk.ops.attention.backends import choose as choose_backend
 from ropewalk.ops.attention.call import NO_TABLES, from_bhtd
@@ -42,10 +42,11 @@ _LOCAL = ("mask", "key_lengths", "key_starts", "query_starts", "block_table", "c
 # Those that a sharded call reads: within `context_parallel` a call in which another one is set is refused.
 READS = (
     *("position", "causal", "window", "scale", "softcap", "sinks", "norm", "gate", "dropout_p", "positions_q"),
-    *("positions_k", "return_lse", "layout", "deterministic", "impl"),
+    *("positions_k", "return_lse", "layout", "deterministic", "precision", "impl"),  # which it refuses by itself
 )
 
 
+@without_unknown
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -67,6 +68,7 @@ def context_parallel_attention(
     layout_of_tensors: str = "bthd",
     deterministic: bool | None = None,
     impl: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Attend from this rank's queries to the keys of all ranks, each token at its position in the whole sequence.
 
@@ -103,7 +105,7 @@ def context_parallel_attention(
     Raises:
         TypeError: an argument of another type than said here.
         ValueError: shapes, devices or values that do not fit, a shard of another length than T_local among them; ranks
-            whose calls differ.
+            whose calls differ; a `precision`, as 8-bit products are not supported.
         NotImplementedError: what a method cannot do, by the argument's name. All ranks raise, before anything is sent;
             on GPUs ranks compare each kind of call once.
 
@@ -121,8 +123,11 @@ def context_parallel_attention(
         torch.Size([1, 100, 4, 64])
         >>> dist.destroy_process_group()
     """
+    precision: Any = unknown.pop("precision", None)
+    if unknown:
+        refuse_unknown("context_parallel_attention", unknown, tuple(defaults_of(context_parallel_attention)), {})
     arguments = Arguments(position, causal, window, scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, gate=gate)
-    arguments = arguments._replace(layout=layout_of_tensors)
+    arguments = arguments._replace(layout=layout_of_tensors, precision=precision)
     return _attend(q, k, v, layout, arguments, norm, method, sum_gradients, return_lse, deterministic, impl)
 
 
@@ -220,6 +225,11 @@ def _check(
     options: dict[str, Any],
 ) -> ShardedCall:
     """Check a call and return it, its features not yet mapped."""
+    if arguments.precision is not None:
+        raise ValueError(
+            f"precision is {arguments.precision!r}, but must be None for shards of a sequence: 8-bit products are not "
+            f"supported"
+        )
     tokens = _TOKENS.get(arguments.layout)
     if tokens is None:
         raise ValueError(f"layout_of_tensors is {arguments.layout!r}, but must be 'bthd', 'bhtd' or 'thd'")

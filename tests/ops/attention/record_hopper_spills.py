@@ -1,6 +1,6 @@
 """Record the spills of the Gluon kernels, compiled by the installed Triton, in hopper_spills.json.
 
-PYTHONPATH=.venv/triton-3.8.0 .venv/bin/python tests/ops/attention/record_hopper_spills.py [wide|lists|…]
+PYTHONPATH=.venv/triton-3.8.0 .venv/bin/python tests/ops/attention/record_hopper_spills.py [wide|lists|8bit|…]
 
 With `wide`, only those of head dims above 128 are recorded anew, and so on.
 The compile checks fail on more. No GPU is needed.
@@ -36,6 +36,24 @@ def main(cases: list[tuple[Any, torch.dtype, str]]) -> None:
                 key = hopper.spill_key(direction, launch, name)
                 spills[key] = max(spills.get(key, 0), hopper.spilled_bytes(report))
                 print(key, spills[key], flush=True)
+    write(spills)
+
+
+def main_8bit() -> None:
+    """Compile calls by 8-bit products, and write."""
+    spills: dict[str, int] = {}
+    for head_dim, dtype, name, precision in hopper.CASES_8BIT:
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+            launch, _ = hopper.forward_8bit_launches_of(patch, head_dim, dtype, name, precision)
+            report = hopper.ptxas_report(hopper.compile_gluon(launch), Path(folder))
+            key = hopper.spill_key(f"forward by {precision}", launch, name)
+            spills[key] = max(spills.get(key, 0), hopper.spilled_bytes(report))
+            print(key, spills[key], flush=True)
+    write(spills)
+
+
+def write(spills: dict[str, int]) -> None:
+    """Write the spills of this Triton beside those that are recorded."""
     recorded = json.loads(hopper.SPILLS.read_text(encoding="utf-8"))
     spills = {**recorded.get(hopper.VERSION, {}), **spills}
     recorded[hopper.VERSION] = {key: spilled for key, spilled in spills.items() if spilled}
@@ -58,4 +76,7 @@ if __name__ == "__main__":
         "learned": LEARNED,
         "orders": STEP_ORDERS,
     }
-    main(SOME[sys.argv[1]] if sys.argv[1:] else EVERY)
+    if sys.argv[1:] != ["8bit"]:
+        main(SOME[sys.argv[1]] if sys.argv[1:] else EVERY)
+    if sys.argv[1:] in ([], ["8bit"]):
+        main_8bit()

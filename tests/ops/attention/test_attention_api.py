@@ -1014,7 +1014,7 @@ def imagined(
         "dropout_p": 0.0,
         "value_dim": 128,
     }
-    return SimpleNamespace(q=q, k=k, **made | given)
+    return SimpleNamespace(q=q, k=k, precision=None, **made | given)
 
 
 def test_orders_name_every_backend_that_a_device_may_have(monkeypatch):

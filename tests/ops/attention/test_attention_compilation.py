@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers.attention_launches import CALLS, KERNELS, launches_of
+from helpers.attention_launches import CALLS, KERNELS, launch_of_8_bits, launches_of
 from helpers.compile import OLDER_TRITON, compile_launch, pretend_target
 from helpers.targets import GPUS, SHARED_MEMORY, TARGETS, TENSOR_MEMORY, resources, spilled_bytes, tensor_memory
 
@@ -118,6 +118,63 @@ def test_kernels_compile_within_memory_and_registers(monkeypatch, tmp_path, targ
             assert "mma.sync" not in compiled.asm["ptx"], kernel.__name__
 
 
+# Bytes of registers that the forward of 8-bit products may spill, by target, kind of call, head dim and precision.
+SPILLS_OF_8_BITS = {
+    ("sm_80", "rerope", 128, "int8"): 24,
+    ("sm_80", "alibi-mask", 128, "int8"): 32,
+    ("sm_89", "rerope", 128, "int8-fp8"): 16,
+    ("sm_89", "alibi-mask", 128, "int8-fp8"): 16,
+    ("sm_100", "rerope", 128, "int8-fp8"): 16,
+    ("sm_100", "alibi-mask", 128, "int8-fp8"): 8,
+}
+
+
+# What is compiled for a GPU; sm_80 has no e4m3, and AMD's is of another format.
+PRECISIONS = {
+    "sm_80": ("int8",),
+    "sm_89": ("int8-fp8",),
+    "sm_90": ("int8", "int8-fp8"),
+    "sm_100": ("int8", "int8-fp8"),
+    "gfx942": ("int8",),
+}
+
+
+def configurations_of_8_bits(target):
+    """Every tile of the tables, and kinds of calls that take most registers."""
+    for precision in PRECISIONS[target]:
+        for head_dim, v_head_dim in ((64, 64), (128, 128), (192, 128), (256, 256)):
+            yield target, head_dim, v_head_dim, precision, "rope-causal"
+        for name in ("packed", "rerope", "alibi-mask"):
+            yield target, 128, 128, precision, name
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "v_head_dim", "precision", "name"),
+    [case for target in PRECISIONS for case in configurations_of_8_bits(target)],
+)
+def test_8_bit_products_compile_to_8_bit_instructions(
+    monkeypatch, tmp_path, target, head_dim, v_head_dim, precision, name
+):
+    launch = launch_of_8_bits(monkeypatch, target, head_dim, v_head_dim, precision, name)
+    compiled = compile_launch(*launch, GPUS[target])
+    assert compiled.metadata.shared <= SHARED_MEMORY[target]
+    assert tensor_memory(compiled) <= TENSOR_MEMORY
+    if not OLDER_TRITON:
+        most = SPILLS_OF_8_BITS.get((target, name, head_dim, precision), 0)
+        assert spilled_bytes(resources(compiled, tmp_path), target) <= most
+    if target == "gfx942":
+        assert "v_mfma_i32_32x32x16_i8" in compiled.asm["amdgcn"]
+        return
+    ptx = compiled.asm["ptx"]
+    assert ".s32.s8.s8" in ptx
+    is_blackwell = target == "sm_100"
+    assert is_blackwell or ("e4m3.e4m3" in ptx) is (precision == "int8-fp8")
+    assert not is_blackwell or "tcgen05.mma" in ptx
+    if target in ("sm_80", "sm_89"):  # where a descriptor of the host would be a load for each number
+        assert "cp.async.cg" in ptx
+        assert "ld.global.b8" not in ptx or name == "alibi-mask"
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("target", [target for target in GPUS if target not in TARGETS])
 def test_tiles_fit_into_little_shared_memory(monkeypatch, target, head_dim):
@@ -170,6 +227,7 @@ def test_capability_is_asked_once_for_each_gpu(monkeypatch):
 def test_tables_are_whole(name):
     table = getattr(config, name)
     keys = {(kernel[:-7], width, size) for kernel in KERNELS for width in (64, 128, 192, 256) for size in (2, 4)}
+    keys |= {(name, width, 2) for name in config.QUANTISED_FORWARDS for width in (64, 128, 192, 256)}
     keys |= {(name, 512, 2) for name in ("forward", "backward_dq", "backward_dk", "backward_dv")}
     assert set(table["any"]) == keys
     specials = {"score_mod", "score_mod_bwd", "bias", "cap", "far", "dropout", "packed", "padding", "mask", "bits"}

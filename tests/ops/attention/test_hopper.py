@@ -220,7 +220,7 @@ def test_the_fields_of_a_score_mod_decide(hopper, monkeypatch):
     ("given", "is_own"), [({}, True), ({"softcap": 2.0}, True), ({"positions_q": POSITIONS}, False)], ids=str
 )
 def test_the_decay_of_indices_is_split_by_rows_and_columns(hopper, given, is_own):
-    score_mod = hopper_launch._score_mod_of(call_on_gpu(position=ExpoSB(distance_decay=True), **given))
+    score_mod = hopper_launch.score_mod_of(call_on_gpu(position=ExpoSB(distance_decay=True), **given))
     assert [mod == score_mods.DECAY.value for mod in (score_mod.forward, score_mod.backward)] == [is_own] * 2
 
 
@@ -396,7 +396,7 @@ def shaped(batch, tokens, heads=12, head_dim=64, **keywords):
 
 def config_of(call, features=64):
     """The configuration of a call's forward on an H200."""
-    return hopper_config.choose_forward(call, hopper_launch._score_mod_of(call), features, n_sms=132)
+    return hopper_config.choose_forward(call, hopper_launch.score_mod_of(call), features, n_sms=132)
 
 
 HALVES, TWO, THREE = hopper_config.HALVES, hopper_config.TWO, hopper_config.THREE

@@ -27,17 +27,21 @@ from helpers.compile_hopper import (
     ORDERED_CASES,
     RANGE_CALLS,
     RANGE_CASES,
+    RANGES,
     SPILLS,
     WIDE,
     WIDE_CASES,
     allowed_spills,
     arguments_of,
     backward_launches_of,
+    barriers_among_tiles,
     bias_grad_launch_of,
     compile_gluon,
+    exponentials_in_main_loops,
     forward_launch_of,
     instructions_of,
     kernels_of,
+    order_of_work,
     ptxas_report,
     source_of,
     spilled_bytes,
@@ -48,53 +52,7 @@ from ropewalk.ops.attention.hopper import launch as hopper_launch
 from ropewalk.ops.attention.hopper.backward_warps import ALTERNATING
 
 pytestmark = pytest.mark.compile
-RANGES = {"rerope-causal": 2, "self-extend": 3, "lists-rerope": 2}  # of pairs: far ones behind, those ahead, near ones
-RANGES |= dict.fromkeys(RANGE_CALLS, 3)
 SIDED_RANGES = {"rerope-causal": 2, "self-extend": 2}  # those in which the first queries do not attend later keys
-
-
-def barriers_among_tiles(instructions, shared, halves=1):
-    """Of the barriers that a kernel makes, those that do not lie behind all tiles, as addresses in shared memory.
-
-    Those that do are in the last 512 bytes, of each half: no tile is as small, and what else is small comes last.
-    The compiler gives the memory of a barrier that nobody waits at to a tile; such a barrier may come back over it.
-    """
-    made = [line for line in instructions if line.startswith("SYNCS.EXCH")]
-    assert made
-    places = [int((re.findall(r"\+(0x[0-9a-f]+)\]", line) or ["0"])[0], 16) for line in made]
-    return [place for place in places if place < shared - 512 * halves]
-
-
-def exponentials_in_main_loops(instructions):
-    """Of each consumer's main loops, one a walk: exponentials before and after the wait for the product with values.
-
-    The one wait that leaves a product going, the one with values, marks a loop: there its scores are done. What follows
-    it is a step's exponentials and, among them, the wait for that product.
-    """
-    found = []
-    for place, instruction in enumerate(instructions):
-        if re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x1$", instruction):
-            counts, waits = [0, 0], 0
-            for following in instructions[place + 1 :]:
-                if following.startswith("WARPGROUP.DEPBAR"):
-                    waits += 1
-                if waits == 2:
-                    break
-                counts[waits] += following.startswith("MUFU.EX2")
-            found.append(tuple(counts))
-    return found
-
-
-def order_of_work(instructions):
-    """Beginnings of products, as P, and waits, as how many they leave going; and how many exponentials follow each."""
-    found = []
-    for instruction in instructions:
-        wait = re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)$", instruction)
-        if wait or instruction.startswith("WARPGROUP.ARRIVE"):
-            found.append([wait.group(1) if wait else "P", 0])
-        elif instruction.startswith("MUFU.EX2") and found:
-            found[-1][1] += 1
-    return found
 
 
 @pytest.mark.parametrize(

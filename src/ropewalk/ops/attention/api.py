@@ -23,8 +23,9 @@ from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.plans.find import ATTENTION
 from ropewalk.ops.attention.plans.library import LibraryCall
 from ropewalk.ops.attention.plans.norms import norm_first, norm_impl
+from ropewalk.ops.attention.quantise.precision import QuantizedProducts
 from ropewalk.ops.attention.tables import check_mapped_alone, check_norm_fits, goes_with_rotation
-from ropewalk.ops.attention.validate import NO_POSITION, Arguments, Unchecked, resolve
+from ropewalk.ops.attention.validate import NO_POSITION, Arguments, Unchecked, check_precision_grad, resolve
 from ropewalk.ops.launch.kinds import KINDS
 from ropewalk.ops.rope.api import normalize
 from ropewalk.ops.rope.norm import QKNorm
@@ -69,6 +70,13 @@ _ELSEWHERE = {
     "tensor_layout": "layout",
     "qkv_format": "layout",
     "backend": "impl",
+    "smooth_k": "precision takes a mean off keys by itself: see QuantizedProducts(centre=…)",
+    "qk_quant_gran": "with precision each query has a unit, and so has each group of 32 keys",
+    "pv_accum_dtype": "with precision sums are in float32 all the same",
+    "q_descale": "precision finds the units of q, k and v by itself: pass them in 16 bits",
+    "k_descale": "precision finds the units of q, k and v by itself; those of quantised pages are k_scale",
+    "v_descale": "precision finds the units of q, k and v by itself; those of quantised pages are v_scale",
+    "fp8_dpa": "pass precision='int8-fp8'",
 }
 
 # Within `ropewalk.parallel.context_parallel`: finds the function that a call of this thread goes to; None for none.
@@ -134,6 +142,7 @@ def attention(
     return_max_logits: bool = False,
     layout: str = "bthd",
     deterministic: bool | None = None,
+    precision: str | QuantizedProducts | None = None,
     impl: str | None = None,
     **unknown: NoReturn,
 ) -> Any:
@@ -253,6 +262,12 @@ def attention(
         deterministic: True takes no kernels whose gradients differ from run to run; "gluon" adds the
             gradient of q in one order, or takes Triton's backward; None does as
             `torch.are_deterministic_algorithms_enabled()` says.
+        precision: None for products in q's dtype; "int8" for QKᵀ in int8; "int8-fp8" for PV in e4m3 too; or
+            `QuantizedProducts`, which defines both. The attention finds the units by itself: of each query and head, of
+            32 keys and of 128 values. The log-sum-exp and the largest logits are those of the rounded scores. A
+            gradient needs QuantizedProducts(backward="16-bit"). No backend picks it by itself, and none falls back from
+            it: on a GPU a call that no kernel runs raises. It supports neither dropout, block_table, k_scale, packed
+            queries over a cache, torch.func.grad nor shards of a sequence.
         impl: None for a choice by measurement on Hopper, by expectation elsewhere, as `explain_choice` tells;
             "triton"; "gluon", for Hopper; "flash" (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs
             cuDNN's), each after our rotation; or "reference". A named one that cannot run the call raises.
@@ -270,7 +285,8 @@ def attention(
             with key_lengths or block_table but no cache; a cache beside cu_seqlens_k or positions_k; a block_table
             without key_lengths, or where a gradient is needed; an `impl`
             that cannot run the call; blocks with "thd" or a block_table, lists of another shape, and on CPU tensors a
-            count or an index of no block.
+            count or an index of no block; a `precision` beside what it does not go with, without the backward that a
+            gradient needs, or on a GPU where no kernel runs it.
 
     Under `torch.func` transforms and forward-mode differentiation the reference runs. `torch.compile` sees the
     operator `torch.ops.ropewalk.attend`: no graph break, and no recompilation for each length.
@@ -301,7 +317,7 @@ def attention(
         (
             *(position, causal, window, scale, mask, key_lengths, cu_seqlens_q, cu_seqlens_k, positions_q, positions_k),
             *(key_starts, query_starts, block_table, softcap, sinks, dropout_p, keys_rotated, layout, gate, blocks),
-            *(k_scale, v_scale),
+            *(k_scale, v_scale, precision),
         ),
     )
     parts = None if find_sharded is None else find_sharded()
@@ -430,6 +446,8 @@ def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
         if goes_with_rotation(norm, call.scheme):
             check_mapped_alone(call)
             call = call._replace(tables=NO_TABLES)
+        if call.precision is not None:
+            check_precision_grad(keywords["precision"], False, norm.q_weight, norm.k_weight)
     return dataclasses.replace(explain(call, impl), hint=_layout_hint(call, keywords.get("layout", "bthd")))
 
 

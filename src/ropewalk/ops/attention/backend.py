@@ -59,7 +59,10 @@ def _find_unread(fields: tuple[str, ...], reads: tuple[str, ...], first: tuple[s
 
 def why_unread_backward(call: AttentionCall, reads: tuple[str, ...]) -> Refusal | None:
     """Refuse a call in which a field is set that a backward would have to read, and does not; None if there is none."""
-    return why_unread(call, (*reads, *NOT_IN_PROGRAM))
+    return why_unread(call, (*reads, *NOT_IN_PROGRAM, *_FORWARD_FIELDS))
+
+
+_FORWARD_FIELDS = ("precision",)  # a backward multiplies in 16 bits, whatever the forward did
 
 
 class Saved(NamedTuple):

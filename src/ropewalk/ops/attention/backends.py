@@ -80,6 +80,7 @@ CUDNN_THEN_TRITON = ("sdpa", "triton", "gluon", "flash", "reference")
 CUDNN_FLASH_GLUON = ("sdpa", "flash", "gluon", "triton", "reference")
 GLUON_FIRST = ("gluon", "flash", "sdpa", "triton", "reference")
 TRITON_FIRST = ("triton", "flash", "sdpa", "gluon", "reference")
+EIGHT_BITS = ("gluon", "triton")  # nobody asks for 8-bit products to wait for the reference
 CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
 
 # By compute capability, from docs/notes and results/. The first rule that fits counts, and of its backends the first
@@ -151,6 +152,8 @@ def backend_order(call: AttentionCall) -> tuple[str, ...]:
     device = call.q.device
     if device.type != "cuda":
         return CPU
+    if call.precision is not None:
+        return EIGHT_BITS
     if torch.compiler.is_compiling():
         # The other rules go by lengths, and a graph would be for the lengths that it was traced with.
         return next((rule.order for rule in _rules(device) if rule.features > 256 and rule.fits(call)), CUDNN_FIRST)
@@ -188,6 +191,8 @@ def choose(call: AttentionCall, impl: str | None) -> Backend:
         for name in backend_order(call):
             if why_not(BACKENDS[name], call) is None:
                 return BACKENDS[name]
+        if call.precision is not None and why_not(REFERENCE, call) is None:
+            raise ValueError(f"no kernel can run this call with precision: {_list_refusals(call)}")
         refusal = why_not(REFERENCE, call)
         raise ValueError(f"no backend can run this call: {'' if refusal is None else refusal.reason}")
     if not isinstance(impl, str) or impl not in BACKENDS:
@@ -197,6 +202,13 @@ def choose(call: AttentionCall, impl: str | None) -> Backend:
     if refusal is not None:
         raise ValueError(f"impl is {impl!r}, but it cannot run this call: {refusal.reason}")
     return backend
+
+
+def _list_refusals(call: AttentionCall) -> str:
+    """Return why each backend but the reference does not run a call, as text."""
+    refusals = {name: why_not(backend, call) for name, backend in BACKENDS.items() if backend is not REFERENCE}
+    reasons = [f"{name}: {refusal.reason}" for name, refusal in refusals.items() if refusal is not None]
+    return "; ".join([*reasons, "impl='reference' runs it in plain PyTorch, and precision=None in 16 bits"])
 
 
 def takes_gate(backend: Backend, call: AttentionCall, gate: Tensor) -> bool:

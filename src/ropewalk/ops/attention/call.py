@@ -86,6 +86,28 @@ class BlockTables(NamedTuple):
     block_k: int = 128
 
 
+class Precision(NamedTuple):
+    """8-bit products of a call: how its operands are quantised. Queries and keys are int8.
+
+    A call has it as text, `AttentionCall.precision`, and reads it by `AttentionCall.quantised`: an operator of PyTorch
+    takes 64 arguments at most, and three flags would be too many.
+    """
+
+    float8_values: bool  # values and probabilities in e4m3; otherwise in 16 bits
+    hadamard: bool  # features of queries and keys pass a Hadamard transform first
+    centre: bool  # keys are shifted by a mean, and values in e4m3 too
+
+    def as_text(self) -> str:
+        """Return it as text: "int8", with the names of the flags that are set."""
+        return "+".join(("int8", *(name for name, is_set in zip(self._fields, self, strict=True) if is_set)))
+
+
+def read_precision(text: str) -> Precision:
+    """Undo `Precision.as_text`."""
+    flags = text.split("+")
+    return Precision("float8_values" in flags, "hadamard" in flags, "centre" in flags)
+
+
 class AttentionCall(NamedTuple):
     """A call of attention: validated, with defaults filled in, and with the scheme resolved to tables and numbers.
 
@@ -122,6 +144,7 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None  # (H,)
     dropout_p: float = 0.0
     seed: Tensor | None = None  # (1,), int64: of dropout
+    precision: str | None = None  # a `Precision` as text; None: products in q's dtype
     keys_rotated: bool = False
     score_mod: str | None = None  # “module:NAME” of the ScoreMod that kernels apply
     score_mod_params: Tensor | None = None  # (H, n) or (B, H, n), float32: the ScoreMod's numbers
@@ -139,6 +162,11 @@ class AttentionCall(NamedTuple):
         """Return Dv, of which a byte of 4-bit pages holds two."""
         width = int(self.v.shape[3])
         return 2 * width if self.v_scale is not None and self.v_scale.dtype == torch.float16 else width
+
+    @property
+    def quantised(self) -> Precision | None:
+        """Return how operands are quantised; None if they are not."""
+        return None if self.precision is None else read_precision(self.precision)
 
     @property
     def has_window(self) -> bool:

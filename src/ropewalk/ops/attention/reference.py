@@ -15,7 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from ropewalk.ops.attention import dropout
 from ropewalk.ops.attention.backend import LibraryBackend, Refusal
-from ropewalk.ops.attention.call import AttentionCall, FarQK, allowed, token_indices, token_positions, zero_unattended
+from ropewalk.ops.attention.call import (
+    AttentionCall,
+    FarQK,
+    allowed,
+    rope_tables,
+    token_indices,
+    token_positions,
+    zero_unattended,
+)
+from ropewalk.ops.attention.quantise.call import Quantized
+from ropewalk.ops.attention.quantise.follow import follow
+from ropewalk.ops.attention.quantise.reference import dequantise, quantise
 from ropewalk.ops.cache.formats import dequantize
 from ropewalk.ops.rope.reference import apply_rope
 from ropewalk.ops.tracing import is_transformed
@@ -34,7 +45,7 @@ class Reference(LibraryBackend):
         *("query_starts", "cu_seqlens_q", "cu_seqlens_k", "block_table", "positions_q", "positions_k", "blocks"),
         *("scale", "softcap", "k_scale", "v_scale", "sinks", "dropout_p", "seed", "keys_rotated", "score_mod"),
         *("score_mod_params", "n_learned_params", "tables", "far", "return_lse", "deterministic", "needs_backward"),
-        "return_max_logits",
+        *("return_max_logits", "precision"),
     )
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
@@ -48,9 +59,12 @@ class Reference(LibraryBackend):
         larger, rounded once. Where a gradient is needed, a block is computed again in the backward, unless a transform
         of `torch.func` is active. A `score_mod` of another package gets the matrix of all scores, which is whole then.
         """
-        dtype = torch.promote_types(call.q.dtype, torch.float32)
-        out, lse = attend(in_dtype(call, dtype))
-        return out.to(call.q.dtype), lse
+        dtype = call.q.dtype
+        call = in_dtype(call, torch.promote_types(dtype, torch.float32))
+        out, lse = attend(call)
+        if call.precision is not None and _needs_grad(call):
+            out, lse = _follow_quantised(call, out.detach().to(dtype).to(out.dtype), lse.detach())
+        return out.to(dtype), lse
 
 
 def in_dtype(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
@@ -75,7 +89,21 @@ def read_pages(pages: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Attend in the dtype of q, k and v, every step rounded to it: the output and the log-sum-exp."""
+    """Attend in the dtype of q, k and v, every step rounded to it: the output and the log-sum-exp.
+
+    Those of 8-bit products have no gradient.
+    """
+    if call.precision is None:
+        return _attend_in_blocks(call, _attend_block)
+    with torch.no_grad():
+        return _attend_in_blocks(call, _attend_block)
+
+
+_AttendBlock = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _attend_in_blocks(call: AttentionCall, attend_block: _AttendBlock) -> tuple[Tensor, Tensor]:
+    """Attend by a function of a block of queries, which gets their features mapped."""
     call, scheme = gather_cache(call), scheme_of(call)
     (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
     rows = max(1, BLOCK_SCORES // max(1, batch * heads * keys))
@@ -87,12 +115,16 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     positions_q, positions_k = (positions.long() for positions in token_positions(call))
     far = map_far_features(call, positions_q, positions_k)
     q, k = map_features(call, positions_q, positions_k)
+    if call.precision is not None:
+        q, k, far, v = dequantise(quantise(q, k, far, call), call)
+        call = call._replace(v=v)
     if scheme.has_axes():  # scores do not depend on them
         indices = token_indices(call)
         positions_q, positions_k = indices.queries, indices.keys
     if not is_split:
-        return _attend_block(q, k, far, positions_q, positions_k, slice(0, queries), call)
-    attend_block = _bind_recomputed(q, k, far, call) if recomputes else _attend_block
+        return attend_block(q, k, far, positions_q, positions_k, slice(0, queries), call)
+    if recomputes:
+        attend_block = _bind_recomputed(attend_block, q, k, far, call)
     outs, lses = [], []
     for start in range(0, queries, rows):
         block = slice(start, min(start + rows, queries))
@@ -106,7 +138,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _needs_grad(call: AttentionCall) -> bool:
     """Say whether a gradient flows to a tensor of a call."""
     features = () if call.far is None or call.far.given is None else call.far.given
-    learned = (call.q, call.k, call.v, call.sinks, call.score_mod_params, *features)
+    learned = (call.q, call.k, call.v, call.sinks, call.score_mod_params, *features, *rope_tables(call))
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
 
 
@@ -122,10 +154,50 @@ def _with_own_indices(call: AttentionCall) -> AttentionCall:
     return call._replace(**{name: x.clone() for name, x in indices.items() if x is not None})
 
 
-def _bind_recomputed(q: Tensor, k: Tensor, far: FarQK | None, call: AttentionCall) -> Callable[..., Any]:
-    """Return `_attend_block` computed again in the backward, where it raises if a tensor was written to since."""
+def _follow_quantised(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of 8-bit products with the gradients of products in 16 bits.
+
+    With s the scores of features as they are, and p = exp(s − lse), these are dV = pᵀdO, ds = p(dO·vᵀ − δ + dlse) and
+    dsink = exp(sink − lse)(dlse − δ), where δ = Σ dO·out. They are those of two functions of s and v, in which p, out
+    and lse are constants, at s₀ = s: Σ p v + Σ p (s − s₀)(v − out), and Σ p (s − s₀) for the log-sum-exp.
+    """
+
+    def attend_block(*arguments: Any) -> tuple[Tensor, Tensor]:
+        *_, block, block_call = arguments
+        scores, _, v = _score_block(*arguments)
+        never = scores == -torch.inf
+        scores = scores.masked_fill(never, 0)
+        block_out, block_lse = out[:, :, block], lse[:, :, block, None]
+        p = torch.exp(scores.detach() - block_lse).masked_fill(never, 0)
+        moved = p * (scores - scores.detach())
+        grad_lse = moved.sum(-1)
+        if block_call.sinks is not None:
+            sinks = block_call.sinks.to(lse.dtype)[:, None]
+            p_sink = torch.exp(sinks.detach() - block_lse[..., 0])
+            grad_lse = grad_lse + p_sink * (sinks - sinks.detach())
+        weights = (p + moved).unflatten(1, (v.shape[1], -1))
+        return (weights @ v.unsqueeze(2)).flatten(1, 2) - block_out * grad_lse[..., None], grad_lse
+
+    results = _attend_in_blocks(call._replace(precision=None), attend_block)
+    learned = (call.q, call.k, call.v, call.sinks, call.score_mod_params, *rope_tables(call))
+    return follow(out, lse, *results, *(x for x in learned if x is not None and x.requires_grad))
+
+
+def quantise_call(call: AttentionCall) -> Quantized:
+    """Return the operands of a call with 8-bit products, as `quantise` gives them: the definition of the prepass."""
+    call = in_dtype(call, torch.promote_types(call.q.dtype, torch.float32))
+    positions_q, positions_k = (positions.long() for positions in token_positions(call))
+    with torch.no_grad():
+        far = map_far_features(call, positions_q, positions_k)
+        return quantise(*map_features(call, positions_q, positions_k), far, call)
+
+
+def _bind_recomputed(
+    attend_block: _AttendBlock, q: Tensor, k: Tensor, far: FarQK | None, call: AttentionCall
+) -> _AttendBlock:
+    """Return a block's attention computed again in the backward, where it raises if a tensor was written to since."""
     if torch.compiler.is_compiling():
-        return functools.partial(checkpoint, _attend_block, use_reentrant=False, preserve_rng_state=False)
+        return functools.partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=False)
     tensors = [q, k, *(far or ()), call.v, call.mask, call.sinks, *_tensors_in(scheme_of(call))]
     read = [x for x in tensors if x is not None and not x.is_inference()]
     versions = [x._version for x in read]
@@ -136,7 +208,7 @@ def _bind_recomputed(q: Tensor, k: Tensor, far: FarQK | None, call: AttentionCal
                 "a tensor of this call of attention was written to before the backward, which computes scores again: "
                 "q, k, v, mask, sinks and tensors of the scheme must stay as they are until then"
             )
-        return _attend_block(*arguments)
+        return attend_block(*arguments)
 
     return functools.partial(checkpoint, attend_unchanged, use_reentrant=False, preserve_rng_state=False)
 
@@ -156,6 +228,8 @@ def max_logits(call: AttentionCall) -> Tensor:
     call = gather_cache(call)
     positions_q, positions_k = (positions.long() for positions in token_positions(call))
     far, (q, k) = map_far_features(call, positions_q, positions_k), map_features(call, positions_q, positions_k)
+    if call.precision is not None:
+        q, k, far, _ = dequantise(quantise(q, k, far, call), call)
     (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
     rows = max(1, BLOCK_SCORES // max(1, batch * heads * keys))
     if scheme_of(call).has_axes():  # scores do not depend on them
@@ -307,6 +381,55 @@ def _attend_block(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
     """Attend from a block of queries, by q and k with their features mapped; the other tensors are the call's."""
+    scores, attends_nothing, v = _score_block(q, k, far, positions_q, positions_k, block, call)
+    if attends_nothing is not None:
+        # Such a row attends all keys alike, and what comes of it is dropped: no NaN, and no gradient.
+        scores = scores.masked_fill(attends_nothing, 0)
+    lse = scores.logsumexp(dim=-1)
+    nothing = torch.full((), -torch.inf, dtype=lse.dtype, device=lse.device)
+    if call.sinks is not None:
+        nothing = call.sinks.to(lse.dtype)[:, None]
+        lse = torch.stack((lse, nothing.expand_as(lse))).logsumexp(dim=0)
+    p = torch.exp(scores - lse[..., None])
+    if call.dropout_p > 0:
+        p = p.masked_fill(~dropout_mask(block, call), 0) * dropout.rescale(call.dropout_p)
+    out = _sum_values(p, v, allowed(block, call) if call.precision is not None else None)
+    if attends_nothing is not None:
+        out = out.masked_fill(attends_nothing, 0)
+        lse = torch.where(attends_nothing[..., 0], nothing, lse)
+    return out, lse
+
+
+def _sum_values(p: Tensor, v: Tensor, may: Tensor | None) -> Tensor:
+    """Return the values weighed by probabilities.
+
+    may: the pairs that attend, where a value that is not finite changes no other row. None: 0 · NaN is NaN.
+    """
+
+    def multiply(p: Tensor, v: Tensor) -> Tensor:
+        grouped: Tensor = p.unflatten(1, (v.shape[1], -1))
+        return (grouped @ v.unsqueeze(2)).flatten(1, 2)
+
+    if may is None:
+        return multiply(p, v)
+    lost = ~v.isfinite()
+    hits = multiply(may.expand_as(p).to(p.dtype), lost.to(p.dtype)) > 0
+    return multiply(p, v.masked_fill(lost, 0)).masked_fill(hits, torch.nan)
+
+
+def _score_block(
+    q: Tensor,
+    k: Tensor,
+    far: FarQK | None,
+    positions_q: Tensor,
+    positions_k: Tensor,
+    block: slice,
+    call: AttentionCall,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the scores of a block of queries, −inf where none attends, the rows that attend nothing, and values.
+
+    The rows are None where each attends a key. Values that none attends are zeros.
+    """
     scheme, may, v = scheme_of(call), allowed(block, call), call.v
     if may is not None:
         # Rows and keys that attend nothing may hold anything: no NaN of theirs is multiplied, nor gets a gradient.
@@ -325,22 +448,8 @@ def _attend_block(
         scores = scores.masked_fill(~may, -torch.inf)
     attends_nothing = None
     if may is not None or scheme.has_score_mod():
-        # Such a row attends all keys alike, and what comes of it is dropped: no NaN, and no gradient.
         attends_nothing = (scores == -torch.inf).all(dim=-1, keepdim=True)
-        scores = scores.masked_fill(attends_nothing, 0)
-    lse = scores.logsumexp(dim=-1)
-    nothing = torch.full((), -torch.inf, dtype=lse.dtype, device=lse.device)
-    if call.sinks is not None:
-        nothing = call.sinks.to(lse.dtype)[:, None]
-        lse = torch.stack((lse, nothing.expand_as(lse))).logsumexp(dim=0)
-    p = torch.exp(scores - lse[..., None])
-    if call.dropout_p > 0:
-        p = p.masked_fill(~dropout_mask(block, call), 0) * dropout.rescale(call.dropout_p)
-    out = (p.unflatten(1, (k.shape[1], -1)) @ v.unsqueeze(2)).flatten(1, 2)
-    if attends_nothing is not None:
-        out = out.masked_fill(attends_nothing, 0)
-        lse = torch.where(attends_nothing[..., 0], nothing, lse)
-    return out, lse
+    return scores, attends_nothing, v
 
 
 def _modify(scores: Tensor, distance: Tensor, scheme: PositionScheme) -> Tensor:

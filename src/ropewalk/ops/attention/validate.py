@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ropewalk.ops.arguments import check_dense, check_flags
 from ropewalk.ops.attention.blocks.tables import find_tables
-from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, BlockTables, as_bhtd, kv_capacity
+from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, BlockTables, as_bhtd, kv_capacity, rope_tables
+from ropewalk.ops.attention.quantise.precision import QuantizedProducts, as_products, precision_of
 from ropewalk.ops.attention.tables import resolve_scheme, with_rows
 from ropewalk.ops.cache.formats import NUMBERS_PER_ELEMENT, QUANTIZED, Format
 from ropewalk.ops.cache.validate import check_scale, refuse_bytes
-from ropewalk.ops.tracing import has_values, is_dtensor
+from ropewalk.ops.tracing import differentiates, has_values, is_dtensor
 from ropewalk.schemes import NoPosition, PositionScheme
 from ropewalk.schemes.base import check_class
 
@@ -54,6 +55,7 @@ class Arguments(NamedTuple):
     blocks: BlockTables | None = None  # or what these come from: BlockLists, or FlexAttention's BlockMask
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    precision: str | QuantizedProducts | None = None
 
 
 class Unchecked(NamedTuple):
@@ -94,6 +96,8 @@ def resolve(unchecked: Unchecked) -> AttentionCall:
                 "no_grad"
             )
         needs_backward = learns or q.requires_grad or k.requires_grad or v.requires_grad
+    if call.precision is not None:
+        check_precision_grad(arguments.precision, needs_backward, q, k, v, arguments.gate, *rope_tables(call))
     if needs_backward:
         call = with_rows(call)
     return call._replace(
@@ -102,6 +106,27 @@ def resolve(unchecked: Unchecked) -> AttentionCall:
         needs_backward=needs_backward,
         return_max_logits=unchecked.return_max_logits,
     )
+
+
+def check_precision_grad(precision: Any, needs_backward: bool, *tensors: Tensor | None) -> None:
+    """Raise if a gradient is needed that a call with 8-bit products does not compute.
+
+    tensors: those of the call that may need one, beside what needs a backward.
+    """
+    if not torch.is_grad_enabled():
+        return
+    needs_grad = needs_backward or any(x is not None and x.requires_grad for x in tensors)
+    products = as_products(precision)
+    if needs_grad and products is not None and products.backward is None:
+        raise ValueError(
+            f"precision is {precision!r}, whose backward is None, but a gradient is needed: pass precision="
+            f"QuantizedProducts(…, backward='16-bit'), or call under no_grad"
+        )
+    if not torch.compiler.is_compiling() and differentiates(*tensors):
+        raise ValueError(
+            f"precision is {precision!r}, but must be None where torch.func or forward-mode differentiation "
+            f"differentiates, whatever its backward: pass None, or call under no_grad"
+        )
 
 
 def _fix_all_but_lengths(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
@@ -122,7 +147,24 @@ def validate(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attention
     is_over_cache = arguments.layout == "thd" and isinstance(k, Tensor) and k.ndim == 4
     call = (_validate_over_cache if is_over_cache else _validate)(q, k, v, arguments)
     _check_pages(call)
+    if arguments.precision is not None:
+        _check_precision(arguments)
+        call = call._replace(precision=precision_of(as_products(arguments.precision)))
     return call
+
+
+def _check_precision(arguments: Arguments) -> None:
+    """Raise if a call with 8-bit products has what they do not go with."""
+    as_products(arguments.precision)
+    others = {
+        "dropout_p above 0": arguments.dropout_p > 0,
+        "block_table": arguments.block_table is not None,
+        "k_scale": arguments.k_scale is not None or arguments.v_scale is not None,
+        "packed queries over a cache": arguments.layout == "thd" and arguments.key_lengths is not None,
+    }
+    for name, is_passed in others.items():
+        if is_passed:
+            raise ValueError(f"precision was passed with {name}, but must be None: 8-bit products do not support it")
 
 
 def _validate(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionCall:

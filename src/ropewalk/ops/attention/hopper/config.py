@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.call import AttentionCall, Precision
 from ropewalk.ops.attention.hopper.backward_warps import ALTERNATING, BY_HEADS
 from ropewalk.ops.attention.hopper.ranges import goes_by_ranges
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, DQ_CHUNK, WG_ROWS
@@ -145,6 +145,65 @@ FORWARD = {
         Rule(_D256._replace(PIN_EXP2=True, PINGPONG=True)),
     ),
 }
+
+
+class Constants8(NamedTuple):
+    """Constants of the pipeline of the forward by 8-bit products."""
+
+    CONSUMERS: int
+    BLOCK_N: int
+    K_STAGES: int
+    V_STAGES: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    PIN_EXP2: bool = False
+    PINGPONG: bool = False
+    FLUSH: int = 0  # tiles whose products in e4m3 add up before float32 adds them to O; 0: all
+
+
+class Config8(NamedTuple):
+    """A configuration of the forward by 8-bit products: never by lengths or layout.
+
+    So a row has the same bits in calls of a prefix of its sequence.
+    """
+
+    block_d: int
+    constants: Constants8
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile."""
+        return self.constants.CONSUMERS * int(WG_ROWS.value)
+
+
+# By the block of features, and whether values are in e4m3.
+FORWARD_8BIT = {
+    (64, False): Constants8(3, 128, 2, 2, 160, 32, PIN_EXP2=True, PINGPONG=True),
+    (64, True): Constants8(3, 128, 3, 3, 160, 32, PIN_EXP2=True, PINGPONG=True, FLUSH=8),
+    (128, False): Constants8(2, 128, 2, 2, 240, 24),
+    (128, True): Constants8(2, 128, 3, 3, 240, 24, FLUSH=8),
+    (256, False): Constants8(2, 64, 2, 2, 240, 24),
+    (256, True): Constants8(2, 128, 2, 2, 240, 24, PIN_EXP2=True, FLUSH=12),
+}
+# A tile of queries is one listed block.
+LISTED_8BIT = {
+    False: Constants8(2, 128, 3, 3, 240, 24, PIN_EXP2=True),
+    True: Constants8(2, 128, 3, 3, 240, 24, PIN_EXP2=True, FLUSH=8),
+}
+UNCENTRED_FLUSH = 4  # a sum loses more of what values have in common
+
+
+def choose_8bit(widest: int, precision: Precision, listed: bool) -> Config8:
+    """Return the configuration for heads whose widest features, of keys or values, are so many."""
+    block_d = 64 if widest <= 64 else 128 if widest <= 128 else 256
+    constants = FORWARD_8BIT[block_d, precision.float8_values]
+    if block_d == 64 and listed:
+        constants = LISTED_8BIT[precision.float8_values]
+    if precision.float8_values and not precision.centre:
+        constants = constants._replace(FLUSH=UNCENTRED_FLUSH)
+    return Config8(block_d, constants)
+
+
 HALVES_COST = 1.09  # their time for a tile's row, of that of three groups, whose tiles have 192 rows
 HALVES_TILES_PER_SM = 4  # with fewer tiles, halves fill the multiprocessors unevenly
 NARROW_WINDOW = 1024  # keys: tiles of 192 queries have more pairs outside of windows up to that

@@ -81,7 +81,7 @@ class Options(NamedTuple):
 
 
 @gluon.jit
-def _tile_of_work(work_idx, problem, flags, BLOCK_M: gl.constexpr):
+def tile_of_work(work_idx, problem, flags, BLOCK_M: gl.constexpr):
     """Return a work item's tile, and the extents of its sequence."""
     tile, batch, head, sequence = work_to_tile(work_idx, problem.packed, problem.schedule, flags.SIDE == PAST)
     q_offset, k_offset, _kv_capacity, seqlens = sequence_info(
@@ -101,7 +101,7 @@ def _tile_of_work(work_idx, problem, flags, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _loop_over_keys(
+def loop_over_keys(
     start, seqlens, far_window, flags, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RANGE: gl.constexpr
 ):
     """Return the extents for a range of pairs, the tile range of its keys, and the number of steps."""
@@ -114,13 +114,13 @@ def _loop_over_keys(
 
 
 @gluon.constexpr_function
-def _holds_q(OUT_IN_Q, RANGE):
+def holds_q(OUT_IN_Q, RANGE):
     """Say whether a loop leaves its queries' memory to the output: then they are loaded also where it has no step."""
     return OUT_IN_Q and (RANGE == ALL or RANGE == NEAR)  # noqa: SIM109
 
 
 @gluon.jit
-def _fill_q(q_use, q, rings, tile, options):
+def fill_q(q_use, q, rings, tile, options):
     """Load the queries of all compute warp groups; return the next use of their ring."""
     for consumer in gl.static_range(options.CONSUMERS):
         rings.q.fill(q_use, q, [tile.batch, tile.head, tile.q_offset + tile.start + consumer * WG_ROWS, 0])
@@ -129,7 +129,7 @@ def _fill_q(q_use, q, rings, tile, options):
 
 
 @gluon.jit
-def _row_of_tile(index, start, tiles, line, tile, lists, BLOCK_N: gl.constexpr):
+def row_of_tile(index, start, tiles, line, tile, lists, BLOCK_N: gl.constexpr):
     """Return the row of a tile's first key, given the loop's first key, which does not matter with lists."""
     if lists.ptr is None:
         start += index * BLOCK_N
@@ -144,7 +144,7 @@ def _load_loop(uses, q, k, v, rings, tile, seqlens, problem, flags, options, RAN
     q_use, use, listed_use = uses
     lists = problem.lists
     BLOCK_N: gl.constexpr = options.BLOCK_N
-    _, tile_range, n_steps = _loop_over_keys(
+    _, tile_range, n_steps = loop_over_keys(
         tile.start, seqlens, problem.far_window, flags, options.CONSUMERS * WG_ROWS, BLOCK_N, RANGE
     )
     line = line_of_tile(problem, tile, tile.head, tile.q_offset, seqlens.n_queries, RANGE)
@@ -153,19 +153,19 @@ def _load_loop(uses, q, k, v, rings, tile, seqlens, problem, flags, options, RAN
         tiles = tell_tiles(rings.listed, listed_use, tile_range, line, BLOCK_N, lists.slots is not None)
         listed_use += 1
         n_steps = tiles.count + tiles.n_partial
-    if _holds_q(options.OUT_IN_Q, RANGE):
-        q_use = _fill_q(q_use, q, rings, tile, options)
+    if holds_q(options.OUT_IN_Q, RANGE):
+        q_use = fill_q(q_use, q, rings, tile, options)
     if n_steps > 0:
-        if not _holds_q(options.OUT_IN_Q, RANGE):
-            q_use = _fill_q(q_use, q, rings, tile, options)
+        if not holds_q(options.OUT_IN_Q, RANGE):
+            q_use = fill_q(q_use, q, rings, tile, options)
         start = tile_range.start
         batch, head = tile.batch, tile.kv_head
-        row = _row_of_tile(n_steps - 1, start, tiles, line, tile, lists, BLOCK_N)
-        upcoming = _row_of_tile(n_steps - 2, start, tiles, line, tile, lists, BLOCK_N)
+        row = row_of_tile(n_steps - 1, start, tiles, line, tile, lists, BLOCK_N)
+        upcoming = row_of_tile(n_steps - 2, start, tiles, line, tile, lists, BLOCK_N)
         rings.k.fill(use, k, [batch, head, row, 0])
         for step in range(1, n_steps):
             # A row of lists is read a step before it is needed.
-            later = _row_of_tile(n_steps - 2 - step, start, tiles, line, tile, lists, BLOCK_N)
+            later = row_of_tile(n_steps - 2 - step, start, tiles, line, tile, lists, BLOCK_N)
             rings.k.fill(use + 1, k, [batch, head, upcoming, 0])
             rings.v.fill(use, v, [batch, head, row, 0])
             row = upcoming
@@ -188,7 +188,7 @@ def _load_warp(q, k, v, far, counter_ptr, scheduler, rings, problem, flags, opti
     while work_idx < n_work:
         scheduler.publish(n_done, work_idx)
         n_done += 1
-        tile, seqlens = _tile_of_work(work_idx, problem, flags, options.CONSUMERS * WG_ROWS)
+        tile, seqlens = tile_of_work(work_idx, problem, flags, options.CONSUMERS * WG_ROWS)
         if problem.far_window is not None:
             uses = _load_loop(uses, far.q_past, far.k, v, rings, tile, seqlens, problem, flags, options, FAR_PAST)
             if options.HAS_FUTURE:
@@ -213,7 +213,7 @@ def _load_warp(q, k, v, far, counter_ptr, scheduler, rings, problem, flags, opti
 
 
 @gluon.jit
-def _skip_masked_tiles(use, count, rings, options, CONSUMER: gl.constexpr):
+def skip_masked_tiles(use, count, rings, options, CONSUMER: gl.constexpr):
     """Release tiles that other warp groups attend but this one does not; return the next use of the rings."""
     for _tile in range(count):
         rings.k.wait_full(use)  # released any sooner, it would count for the use before
@@ -228,7 +228,7 @@ def _skip_masked_tiles(use, count, rings, options, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _zero_missing_keys(tile, n_start, seqlens, flags):
+def zero_missing_keys(tile, n_start, seqlens, flags):
     """Write zeros over values that do not exist."""
     zero_missing_rows(tile, n_start, seqlens.kv_start, seqlens.n_keys, tile.shape[0], flags.HAS_STARTS)
 
@@ -286,7 +286,7 @@ def _mainloop_kv(
     LAGS: gl.constexpr = options.LAGS and not score_flags.MAX_LOGITS  # which need each tile's maximum
     DTYPE: gl.constexpr = rings.v.tiles.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_o.type.layout, 2)
-    seqlens, tile_range, n_steps = _loop_over_keys(
+    seqlens, tile_range, n_steps = loop_over_keys(
         tile.start, seqlens, problem.far_window, flags, options.CONSUMERS * WG_ROWS, BLOCK_N, RANGE
     )
     start = tile_range.start
@@ -331,7 +331,7 @@ def _mainloop_kv(
         n_before = gl.minimum(n_steps - (gl.maximum(wg_stop - start, 0) + BLOCK_N - 1) // BLOCK_N, n_steps - 1)
         n_after = gl.minimum((wg_range.start - start) // BLOCK_N, n_steps - 1 - n_before)
     if n_steps > 0:
-        use = _skip_masked_tiles(use, n_before, rings, options, CONSUMER)
+        use = skip_masked_tiles(use, n_before, rings, options, CONSUMER)
         rings.q.wait_full(q_use)
         q_tiles = rings.q.chunk_tiles(q_use)
         rings.k.wait_full(use)
@@ -377,7 +377,7 @@ def _mainloop_kv(
             if MISSING_KEYS:  # noqa: SIM102
                 if (n_start + BLOCK_N > seqlens.n_keys) | (n_start < seqlens.kv_start):
                     rings.v.wait_full(use)
-                    _zero_missing_keys(rings.v.tile(use), n_start, seqlens, flags)
+                    zero_missing_keys(rings.v.tile(use), n_start, seqlens, flags)
             rings.k.wait_full(use + 1)
             if options.PINGPONG:
                 pingpong_sync(CONSUMER)
@@ -444,18 +444,18 @@ def _mainloop_kv(
         # === epilogue
         if LAGS:
             row_max = gl.convert_layout(gl.max(row_max, 1), q_idx.type.layout)
-        if not _holds_q(options.OUT_IN_Q, RANGE):
+        if not holds_q(options.OUT_IN_Q, RANGE):
             rings.q.release(q_use)
             q_use += options.CONSUMERS
         rings.v.wait_full(use)
         if MISSING_KEYS:  # noqa: SIM102
             if (n_start + BLOCK_N > seqlens.n_keys) | (n_start < seqlens.kv_start):
-                _zero_missing_keys(rings.v.tile(use), n_start, seqlens, flags)
+                zero_missing_keys(rings.v.tile(use), n_start, seqlens, flags)
         acc_o = warpgroup_mma(p_half, rings.v.tile(use), acc_o, is_async=True)
         acc_o, p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half))
         rings.v.release(use)
         use += 1
-        use = _skip_masked_tiles(use, n_after, rings, options, CONSUMER)
+        use = skip_masked_tiles(use, n_after, rings, options, CONSUMER)
     return (acc_o, row_max, row_sum, row_logit), (q_use, use, listed_use)
 
 
@@ -513,7 +513,7 @@ def _compute_warps(
     work_idx = scheduler.receive(n_done)
     while work_idx < problem.n_work:
         # === prologue
-        tile, seqlens = _tile_of_work(work_idx, problem, flags, options.CONSUMERS * WG_ROWS)
+        tile, seqlens = tile_of_work(work_idx, problem, flags, options.CONSUMERS * WG_ROWS)
         wg_start = tile.start + CONSUMER * WG_ROWS
         q_idx = wg_start + gl.arange(0, WG_ROWS, layout=row_layout)
         exp2_scale = exp2_scale_of_head(problem.scores, tile.batch, tile.head)

@@ -85,11 +85,11 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     out, v, saved, is_empty = begin_forward(call, on)
     if is_empty:
         return out, saved
-    call = _with_lists_of_mask(call, "rows", on)
+    call = with_lists_of_mask(call, "rows", on)
     batch, heads, queries, head_dim = saved.q.shape
     key_heads, keys = saved.k.shape[1:3]
     features = cut_features(head_dim, v.shape[3])
-    score_mod = _score_mod_of(call)
+    score_mod = score_mod_of(call)
     config = choose_forward(call, score_mod, features.widest, gpu.num_sms(on.device_of(call.q)))
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
@@ -104,15 +104,15 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         forward_kernel,
         min(n_work, gpu.num_sms(on.device_of(saved.q))),
         **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, features),
-        out=_describe(out, WG_ROWS.value, features.block_dv) if packed is None else row_target(out),
+        out=describe(out, WG_ROWS.value, features.block_dv) if packed is None else row_target(out),
         lse_ptr=saved.lse,
         row_logits_ptr=call.row_logits,
         counter_ptr=on.per_stream(counter_of, saved.q),
         packed=packed,
         bounds=bounds_args(call),
-        lists=_lists_args(call, "rows", packed, on),
+        lists=hopper_lists_args(call, "rows", packed, on),
         dropout=dropout_args(call),
-        scores=_scores_args(call, packed, on),
+        scores=hopper_scores_args(call, packed, on),
         gate=gate_args(call.gate, v.shape[3]),
         first_logits_ptr=first_logits(call),
         **window_args(call),
@@ -124,7 +124,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         D_CHUNKS=features.d_chunks,
         CAUSAL=call.causal,
         WINDOWED=windowed_arg(call),
-        HAS_PARTIAL_TILES=_has_partial_tiles(call, config.BLOCK_N),
+        HAS_PARTIAL_TILES=has_partial_tiles(call, config.BLOCK_N),
         MOD=None if score_mod is None else score_mod.forward,
         CAPPED=call.is_capped,
         **config._asdict(),
@@ -148,7 +148,7 @@ def backward(
     dQ is a float32 sum in an order that differs from run to run, unless the call is deterministic. The registry sends
     elsewhere what this backward does not support.
     """
-    call = _with_lists_of_mask(with_rows(call), "columns", on)
+    call = with_lists_of_mask(with_rows(call), "columns", on)
     # With copies: the backward kernel reads them before it waits.
     call = call._replace(**bounds_args(call)._asdict())
     out, grad_out = aligned(out), aligned(grad_out)
@@ -190,7 +190,7 @@ def backward(
         WORKSPACES=buffers.workspaces,
         num_warps=8 if features.widest > 128 else 4,
     )
-    scores = _scores_args(call, packed, on)
+    scores = hopper_scores_args(call, packed, on)
     (_launch_wide_kernels if features.widest > 128 else _launch_kernel)(call, buffers, scores, on)
     score_mod, params, factor_grads = load_score_mod(call), call.score_mod_params, None
     if wanted.score_mod_params and score_mod is not None and score_mod.is_factor:
@@ -320,12 +320,12 @@ def _launch_postprocess(
             )
 
 
-def _with_lists_of_mask(call: AttentionCall, of: str, on: Steps) -> AttentionCall:
+def with_lists_of_mask(call: AttentionCall, of: str, on: Steps) -> AttentionCall:
     """Return the call with the lists of "rows" or "columns" of its mask, which its loops walk, in the mask's place."""
     return call if call.mask is None else call._replace(mask=None, blocks=list_mask(call.mask, of, on))
 
 
-def _lists_args(call: AttentionCall, of: str, packed: Packed | None, on: Steps) -> Lists:
+def hopper_lists_args(call: AttentionCall, of: str, packed: Packed | None, on: Steps) -> Lists:
     """Return the lists of a call's "rows" or "columns", or those of each range of pairs by positions."""
     return list_ranges(call, of, packed, on) if goes_by_ranges(call) else lists_args(call, of)
 
@@ -337,7 +337,7 @@ def _launch_kernel(call: AttentionCall, buffers: BackwardBuffers, scores: Scores
     rotation = call.tables.k if buffers.rotates else None
     table, width = rope_table_args(rotation)
     cos, sin = (
-        None if x is None else _describe(aligned(x[:, None]), config.BLOCK_M, block_d // 2)
+        None if x is None else describe(aligned(x[:, None]), config.BLOCK_M, block_d // 2)
         for x in rotation or (None, None)
     )
     far = None if call.far is None or not buffers.rotates else call.far.tables
@@ -346,7 +346,7 @@ def _launch_kernel(call: AttentionCall, buffers: BackwardBuffers, scores: Scores
         backward_kernel,
         n_programs,
         dq_order_ptr=buffers.dq_order,
-        lists=_lists_args(call, "columns", arguments["packed"], on),
+        lists=hopper_lists_args(call, "columns", arguments["packed"], on),
         param_sums_ptr=buffers.param_sums,
         cos=cos,
         sin=sin,
@@ -404,7 +404,7 @@ def _bias_grad(
         table_stride=scores.params_stride,
         packed=packed,
         bounds=bounds_args(call),
-        scale=1.0 if _score_mod_of(call) is None else scores.scale,
+        scale=1.0 if score_mod_of(call) is None else scores.scale,
         exp2_scale=scores.exp2_scale,
         **window_args(call),
         n_heads=heads,
@@ -435,7 +435,7 @@ def _backward_args(
     """Return the programs of a backward kernel, and the arguments that all of them take."""
     saved, features, grads, block_n = buffers.saved, buffers.features, buffers.grads, BLOCK_N.value
     (batch, heads, queries, _), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
-    score_mod, source, weights = _score_mod_of(call), load_score_mod(call), call.tables.feature_weights
+    score_mod, source, weights = score_mod_of(call), load_score_mod(call), call.tables.feature_weights
     packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n, on)
     schedule = Schedule(
         n_tiles=n_tiles // batch if packed is None else n_tiles,
@@ -446,7 +446,7 @@ def _backward_args(
     )
     return n_tiles * key_heads, {
         **_describe_inputs(saved, buffers.v, buffers.block_m, block_n, features),
-        "do": _describe(buffers.grad_out, buffers.block_m, features.block_dv),
+        "do": describe(buffers.grad_out, buffers.block_m, features.block_dv),
         "dq_accum": _describe_workspace(buffers.dq_accum, DQ_LINES[features.widest]),
         "dk": row_target(grads.k),
         "dk_far": None if grads.k_far is None else row_target(grads.k_far),
@@ -468,7 +468,7 @@ def _backward_args(
         "STEP_ORDER": choose_step_order(call, on.device_of(saved.q), heads // key_heads, keys, features.widest),
         "CAUSAL": call.causal,
         "WINDOWED": windowed_arg(call),
-        "HAS_PARTIAL_TILES": _has_partial_tiles(call, block_n),
+        "HAS_PARTIAL_TILES": has_partial_tiles(call, block_n),
         "MOD": None if score_mod is None else score_mod.forward,
         "MOD_BWD": None if source is None else (score_mod or source).backward,
         "CAPPED": call.is_capped,
@@ -476,7 +476,7 @@ def _backward_args(
     }
 
 
-def _score_mod_of(call: AttentionCall) -> ScoreMod | None:
+def score_mod_of(call: AttentionCall) -> ScoreMod | None:
     """Return the `ScoreMod` that kernels apply; None where they have another way, in the unit of products.
 
     That is a bias by distance, and slopes, unless positions are read too, and factors of heads. All take fewer
@@ -496,9 +496,9 @@ def _takes_products(call: AttentionCall) -> bool:
     return call.scale > 0 and not call.is_capped
 
 
-def _scores_args(call: AttentionCall, packed: Packed | None, on: Steps) -> Scores:
+def hopper_scores_args(call: AttentionCall, packed: Packed | None, on: Steps) -> Scores:
     """Return `scores_args` as these kernels read them: with positions, a table of biases, slopes or factors."""
-    score_mod, params, source = _score_mod_of(call), call.score_mod_params, load_score_mod(call)
+    score_mod, params, source = score_mod_of(call), call.score_mod_params, load_score_mod(call)
     scores = scores_args(call, score_mod)
     if source is None:
         return scores
@@ -553,7 +553,7 @@ def _relative_positions(call: AttentionCall, packed: Packed | None, on: Steps) -
     return {"q_pos": q_pos, "k_pos": k_pos, "q_pos_stride_batch": queries, "k_pos_stride_batch": keys}
 
 
-def _has_partial_tiles(call: AttentionCall, block_n: int) -> bool:
+def has_partial_tiles(call: AttentionCall, block_n: int) -> bool:
     """Say whether a tile of scores may have pairs that are not attended."""
     if call.causal or call.has_window or call.far is not None or call.cu_seqlens_q is not None:
         return True
@@ -572,18 +572,24 @@ def _describe_inputs(saved: Saved, v: Tensor, block_m: int, block_n: int, featur
         "q_far_future": (saved.q_future, block_m, features.block_d),
         "k_far": (saved.k_far, block_n, features.block_d),
     }
-    return {name: None if x is None else _describe(x, rows, width) for name, (x, rows, width) in tensors.items()}
+    return {name: None if x is None else describe(x, rows, width) for name, (x, rows, width) in tensors.items()}
 
 
-def _describe(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+def describe(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """Return a descriptor of x (B, H, T, D), for tiles of some rows of one head."""
     shape = [1, 1, rows, block_d]
-    return TensorDescriptor(x, list(x.shape), strides_of_tiles(x), shape, _shared_layout(rows, block_d, x.dtype))
+    return TensorDescriptor(x, list(x.shape), strides_of_tiles(x), shape, shared_layout(rows, block_d, x.dtype))
 
 
 @functools.lru_cache
-def _shared_layout(rows: int, block_d: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    names = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+def shared_layout(rows: int, block_d: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    names = {
+        torch.float16: gl.float16,
+        torch.bfloat16: gl.bfloat16,
+        torch.float32: gl.float32,
+        torch.int8: gl.int8,
+        torch.float8_e4m3fn: gl.float8e4nv,
+    }
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, block_d], names[dtype])
 
 

@@ -37,7 +37,7 @@ _PIN_EXP2 = gl.constexpr(
 
 
 @gluon.jit
-def _pin_exp2(sums):
+def pin_exp2(sums):
     """Return the sums, and keep the assembler from moving exponentials past this point.
 
     It moves them below the next wait for a product, where nothing overlaps with them. A store that needs their sum
@@ -179,7 +179,7 @@ def _join_columns(columns, FIRST: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _attended_keys(q_idx, n_start, column, mask, flags):
+def tile_attends(q_idx, n_start, column, mask, flags):
     """Return whether queries attend a tile of keys, [queries, keys]."""
     attends = attention_mask(q_idx[:, None], (n_start + column)[None, :], mask.seqlens, flags)
     if mask.is_partial is not None and mask.ranges is None:
@@ -188,7 +188,7 @@ def _attended_keys(q_idx, n_start, column, mask, flags):
 
 
 @gluon.jit
-def _change_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flags):
+def masked_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flags):
     """Return a tile of scores as the softmax reads them, what they lack, and each row's largest one before the change.
 
     They lack a number of the tile, or one of each row and thread, [rows, 4]; or nothing: 0. The last is never read
@@ -203,7 +203,7 @@ def _change_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flag
         largest = row_logit
         if flags.PARTIAL_TILES:
             if mask.masked:  # a maximum in each branch: a masked tile that both end with would take more registers
-                attends = _attended_keys(q_idx, n_start, column, mask, flags)
+                attends = tile_attends(q_idx, n_start, column, mask, flags)
                 attended = gl.where(attends, logit, float("-inf"))
                 if mask.ranges is not None:
                     attended = select_keys(attended, q_idx, n_start, column, mask, flags.RANGE)
@@ -224,7 +224,7 @@ def _change_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flag
         s = modify_scores(s, q_idx, n_start, column, mask.seqlens, scores, flags, score_flags)
     if flags.PARTIAL_TILES:  # noqa: SIM102
         if mask.masked:
-            attends = _attended_keys(q_idx, n_start, column, mask, flags)
+            attends = tile_attends(q_idx, n_start, column, mask, flags)
             s = gl.where(attends, s, float("-inf"))
             if mask.ranges is not None:
                 s = select_keys(s, q_idx, n_start, column, mask, flags.RANGE)
@@ -242,7 +242,7 @@ def online_softmax(
     A maximum that would grow by no more than 2^RESCALE_THRESHOLD stays, and alpha is 1. So `row_logit`, each row's
     largest score before the score function, is apart from it. Without MAX_LOGITS it is never read.
     """
-    s, rest, row_logit = _change_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flags)
+    s, rest, row_logit = masked_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flags)
     if scores.slope is None:
         largest = gl.max(s, 1)
         if scores.bias is not None:
@@ -267,7 +267,7 @@ def online_softmax(
         p = gl.convert_layout(gl.reshape(p, s.shape), s.type.layout)  # which moves nothing
     sums = sum_in_threads(p)
     if PIN_EXP2:
-        sums = _pin_exp2(sums)
+        sums = pin_exp2(sums)
     row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     return p, alpha, new_max, row_sum, row_logit
 
@@ -278,7 +278,7 @@ def lagging_softmax(s, row_max, row_sum, q_idx, n_start, mask, scores, flags, sc
 
     Maxima and alpha are as threads have them, [rows, 4].
     """
-    s, rest, _ = _change_scores(s, row_max, q_idx, n_start, mask, scores, flags, score_flags)
+    s, rest, _ = masked_scores(s, row_max, q_idx, n_start, mask, scores, flags, score_flags)
     N: gl.constexpr = s.shape[1] // 8
     PTX: gl.constexpr = _exponentials(N, _name_of_half(DTYPE))
     OPERANDS: gl.constexpr = _exponential_operands(N)

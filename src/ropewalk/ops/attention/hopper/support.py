@@ -50,7 +50,7 @@ class Gluon:
     name = "gluon"
     reads: tuple[str, ...] = (
         *(*_IN_BOTH, "block_table", "k_scale", "v_scale"),
-        *("scheme", "return_lse", "needs_backward", "return_max_logits", "row_logits"),
+        *("scheme", "return_lse", "needs_backward", "return_max_logits", "row_logits", "precision"),
     )
     backward_reads: tuple[str, ...] = _IN_BOTH
 
@@ -97,8 +97,10 @@ class Gluon:
 
     def forward(self, call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         """Launch the forward, or the decode kernels for pages that are read in place."""
-        from ropewalk.ops.attention.hopper import decode_launch, launch
+        from ropewalk.ops.attention.hopper import decode_launch, launch, launch_8bit
 
+        if call.precision is not None:
+            return launch_8bit.forward(call, save, on)
         if call.block_table is not None and not is_copied(call):
             out, lse = decode_launch.forward(call, on)
             return out, Saved(call.q, call.k, lse)

@@ -90,6 +90,38 @@ class Pages(NamedTuple):
     stride_column: Any
 
 
+class Units(NamedTuple):
+    """Pointers to the numbers beside 8-bit operands, `Quantized` without their `x`, dense and float32; or all None."""
+
+    q: Any  # (B, H, Tq): multiplies a row's products
+    q_shift: Any  # (B, H, Tq): is added to them
+    q_past: Any
+    q_past_shift: Any
+    q_future: Any
+    q_future_shift: Any
+    k: Any  # (B, K, blocks, GROUPS): multiplies those of a group of keys; None: operands are of 16 or 32 bits
+    k_far: Any
+    v: Any  # (B, K, blocks): multiplies those of a block of values; None: values are of 16 bits
+    v_mean: Any  # (B or S, K, Dv): is added to the mean of the values that a row attends
+    v_dim: Any  # Dv
+
+
+class QuantizedRows(NamedTuple):
+    """Queries of 8 bits, and their numbers from the first query of a sequence's head on."""
+
+    x: Any  # descriptor
+    unit: Any
+    shift: Any
+
+
+class QuantizedBlocks(NamedTuple):
+    """Keys or values of 8 bits in whole blocks, and their units from the first block of a sequence's head on."""
+
+    x: Any  # descriptor
+    unit: Any
+    offset: Any  # the sequence's first row
+
+
 class MaskFlags(NamedTuple):
     """Constants of the conditions under which a query attends a key."""
 
@@ -238,6 +270,8 @@ class Blocks(NamedTuple):
     ONE_LOOP: Any = None  # tiles without a masked pair have no loop of their own
     HAS_DK: Any = None  # gradients that a program of the backward computes
     HAS_DV: Any = None
+    INT8: Any = None  # q and k are `QuantizedRows` and `QuantizedBlocks`
+    FLOAT8: Any = None  # v is `QuantizedBlocks`
 
 
 class Schedule(NamedTuple):
@@ -269,13 +303,15 @@ class Scoring(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """Rows of queries that a program holds; the last three in the backward."""
+    """Rows of queries that a program holds; dO, lse and delta in the backward."""
 
     q: Any  # chunks of features
     pos: Any
     do: Any = None
     lse: Any = None
     delta: Any = None
+    unit: Any = None  # of queries of 8 bits, in the forward
+    shift: Any = None
 
 
 class KeyTile(NamedTuple):

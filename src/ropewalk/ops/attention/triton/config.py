@@ -80,6 +80,14 @@ _HOPPER: Table = {
         ("forward", 256, 2): Tiles(128, 64, 8, 2),
         # Both warp groups compute all scores of 64 rows, and half of the accumulator's features each.
         ("forward", 512, 2): Tiles(64, 32, 8, 2),
+        ("forward_int8", 64, 2): Tiles(64, 128, 4, 2),
+        ("forward_int8", 128, 2): Tiles(64, 64, 4, 3),
+        ("forward_int8", 192, 2): Tiles(128, 64, 8, 2),
+        ("forward_int8", 256, 2): Tiles(128, 64, 8, 2),
+        ("forward_float8", 64, 2): Tiles(64, 128, 4, 2),
+        ("forward_float8", 128, 2): Tiles(64, 64, 4, 3),
+        ("forward_float8", 192, 2): Tiles(128, 64, 8, 2),
+        ("forward_float8", 256, 2): Tiles(64, 64, 8, 2),  # two accumulators of 128 rows do not fit
         ("backward_dkdv", 64, 2): Tiles(128, 64, 4, 2),
         ("backward_dkdv", 128, 2): Tiles(64, 64, 4, 2),
         ("backward_dkdv", 192, 2): Tiles(32, 64, 4, 2),
@@ -132,6 +140,10 @@ _BLACKWELL: Table = {  # of data centers, with 512 columns of tensor memory; thr
         ("forward", 64, 2): Tiles(64, 64, 4, 3),
         ("forward", 192, 2): Tiles(128, 64, 8, 2),
         ("forward", 256, 2): Tiles(128, 64, 8, 1),
+        ("forward_int8", 64, 2): Tiles(64, 64, 4, 3),
+        ("forward_int8", 256, 2): Tiles(64, 64, 8, 2),
+        ("forward_float8", 64, 2): Tiles(64, 64, 4, 3),
+        ("forward_float8", 256, 2): Tiles(64, 32, 8, 2),
         ("backward_dkdv", 64, 2): Tiles(64, 64, 8, 2),
         ("backward_dkdv", 128, 2): Tiles(32, 64, 8, 2),
         ("backward_dkdv", 192, 2): Tiles(32, 64, 4, 1),
@@ -167,6 +179,14 @@ _OTHERS: Table = {
         ("forward", 192, 2): Tiles(64, 16, 8, 2),
         ("forward", 256, 2): Tiles(64, 16, 8, 2),
         ("forward", 512, 2): Tiles(32, 16, 8, 1),
+        ("forward_int8", 64, 2): Tiles(128, 64, 8, 2),
+        ("forward_int8", 128, 2): Tiles(128, 64, 8, 2),
+        ("forward_int8", 192, 2): Tiles(64, 64, 4, 2),
+        ("forward_int8", 256, 2): Tiles(64, 64, 8, 2),
+        ("forward_float8", 64, 2): Tiles(128, 64, 8, 2),
+        ("forward_float8", 128, 2): Tiles(128, 64, 8, 2),
+        ("forward_float8", 192, 2): Tiles(128, 64, 8, 2),
+        ("forward_float8", 256, 2): Tiles(64, 64, 8, 2),
         ("backward_dkdv", 64, 2): Tiles(16, 64, 8, 2),
         ("backward_dkdv", 128, 2): Tiles(16, 64, 8, 2),
         ("backward_dkdv", 192, 2): Tiles(16, 32, 8, 2),
@@ -186,6 +206,10 @@ _AMD["any"] |= {
     ("forward", 192, 2): Tiles(64, 64, 4, 1),
     ("forward", 256, 2): Tiles(64, 32, 4, 1),
     ("forward", 512, 2): Tiles(16, 32, 4, 1),
+    ("forward_int8", 64, 2): Tiles(64, 64, 4, 1),
+    ("forward_int8", 128, 2): Tiles(64, 64, 4, 1),
+    ("forward_int8", 192, 2): Tiles(64, 64, 4, 1),
+    ("forward_int8", 256, 2): Tiles(64, 32, 4, 1),
     ("backward_dkdv", 64, 2): Tiles(64, 64, 4, 1),
     ("backward_dkdv", 256, 2): Tiles(32, 32, 4, 1),
     ("backward_dk", 512, 2): Tiles(32, 16, 4, 1),
@@ -199,6 +223,9 @@ del _AMD["packed"], _AMD["bias"], _AMD["bits"]["forward", 192, 2], _AMD["mask"][
 _AMD["far"] = {("backward_dkdv", 128, 2): Tiles(32, 64, 4, 1)}
 _BY_MAJOR_CAPABILITY = {9: _HOPPER, 10: _BLACKWELL}
 _TILES_TO_INTERPRET = Tiles(32, 16, 1, 1)
+# The forward of 8-bit products. Features alone choose its tiles: a row has the same bits in calls of any length, packed
+# or not. A block of 128 keys holds whole tiles.
+QUANTISED_FORWARDS = FORWARD_INT8, FORWARD_FLOAT8 = "forward_int8", "forward_float8"  # values are of 16 bits, or e4m3
 
 
 def table_of_gpu() -> Table:
@@ -235,24 +262,30 @@ class Features(NamedTuple):
         return max(wide_q, 64) if wide_q != 192 or self.block_dv <= 128 else 256
 
 
-def cut_features(head_dim: int, v_head_dim: int) -> Features:
-    """Cut features into powers of two, but 192 into three chunks of 64."""
+MIN_INT8 = 32  # features of a product of int8
+
+
+def cut_features(head_dim: int, v_head_dim: int, least: int = 16) -> Features:
+    """Cut features into powers of two, but 192 into three chunks of 64; `least` is the smallest block of q and k."""
     block_dv = 1 << max(4, (v_head_dim - 1).bit_length())
     if 128 < head_dim <= 192:
         return Features(64, 3, block_dv)
-    return Features(1 << max(4, (head_dim - 1).bit_length()), 1, block_dv)
+    return Features(max(least, 1 << (head_dim - 1).bit_length()), 1, block_dv)
 
 
 def choose_tiles(
     kernel: str, features: Features, dtype: torch.dtype, score_mod: ScoreMod | None, call: AttentionCall
 ) -> Tiles:
-    """Return the tiles of "forward", "backward_dq" and "backward_dkdv", or "backward_dk" and "backward_dv" apart."""
+    """Return the tiles of "forward", "backward_dq" and "backward_dkdv", or "backward_dk" and "backward_dv" apart.
+
+    A forward of 8-bit products has names of its own.
+    """
     if gpu.is_interpreted():
-        return _TILES_TO_INTERPRET
+        return _TILES_TO_INTERPRET if call.precision is None else _TILES_TO_INTERPRET._replace(block_n=32)
     key = (kernel, features.widest, dtype.itemsize)
     table = table_of_gpu()
     tiles = table["any"][key]
-    for special in _specials(score_mod, call):
+    for special in () if kernel in QUANTISED_FORWARDS else _specials(score_mod, call):
         tiles = table.get(special, {}).get(key, tiles)
     return tiles if call.blocks is None else _within_blocks(tiles, call.blocks)
 

@@ -42,8 +42,23 @@ from ropewalk.ops.attention.triton.masking import (
     range_seqlens,
     slots_of_head,
 )
+from ropewalk.ops.attention.triton.quantized import (
+    BLOCK,
+    EXPONENT,
+    GROUPS,
+    describe,
+    first_block,
+    key_blocks,
+    load_key_units,
+    load_mean,
+    load_query_units,
+    multiply_values,
+    query_rows,
+    scale_products,
+)
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
 from ropewalk.ops.attention.triton.softmax import (
+    add_first_logit,
     begin_dropout,
     begin_rows,
     cap_scores,
@@ -94,7 +109,9 @@ def _mainloop_kv(
             k_start = upcoming
             upcoming = listed_token(loop_index(step + blocks.N, tile_range, MASKED), masking.lists.ptr, blocks.LIST_K)
         k_index = k_start + tl.arange(0, blocks.N)
-        if blocks.PAGE_SIZE is None:
+        if blocks.INT8:
+            k_tile = load_chunks(k.x, tile.batch, tile.kv_head, k.offset + k_start, blocks.N, blocks.D, blocks.D_CHUNKS)
+        elif blocks.PAGE_SIZE is None:
             k_tile = load_chunks(
                 k, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.D, blocks.D_CHUNKS
             )
@@ -111,6 +128,8 @@ def _mainloop_kv(
                 flags.HAS_STARTS,
             )
         s = dot_chunks(queries.q, k_tile, blocks.PRECISION, blocks.D_CHUNKS)
+        if blocks.INT8:
+            s = scale_products(s, queries, load_key_units(k.unit, k_start, blocks.N))
         if score_flags.MAX_LOGITS:
             logit = scale_logits(s, scores, score_flags)
         s = cap_scores(s, scores, score_flags)
@@ -151,28 +170,38 @@ def _mainloop_kv(
                 logit = tl.where(attends, logit, float("-inf"))
         if score_flags.MAX_LOGITS:
             row_logit = tl.maximum(row_logit, tl.max(logit, 1))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * scores.exp2_scale)
+        tile_max = tl.max(s, 1)
+        new_max = tl.maximum(row_max, tile_max * scores.exp2_scale)
         shift = new_max
         if MASKED or score_flags.HIDES_KEYS:
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended nothing yet
-        p = tl.exp2(s * scores.exp2_scale - shift[:, None])
+        if blocks.FLOAT8:
+            p = tl.exp2(s * scores.exp2_scale - (shift - EXPONENT)[:, None])
+        else:
+            p = tl.exp2(s * scores.exp2_scale - shift[:, None])
         alpha = tl.exp2(row_max - shift)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         if scoring.dropout is not None:
             stays = dropout_mask(scoring.dropout, q_index, k_start, blocks.N, False)
             p = tl.where(stays, p, scoring.dropout.zero)
-        if blocks.PAGE_SIZE is None:
+        if blocks.FLOAT8:
+            v_tile = v.x.load([tile.batch, tile.kv_head, 0, v.offset + k_start]).reshape(blocks.DV, blocks.N)
+        elif blocks.PAGE_SIZE is None:
             v_tile = load_tile(v, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.DV)
         else:
             v_tile = load_pages(
                 v, tile.kv_head, k_start, seqlens, 0, blocks.N, blocks.DV, blocks.PAGE_SIZE, flags.HAS_STARTS
             )
-        if MASKED and (flags.HAS_LENGTHS or flags.HAS_STARTS):
+        if MASKED and (flags.HAS_LENGTHS or flags.HAS_STARTS) and not blocks.FLOAT8:
             exists = k_index < seqlens.n_keys
             if flags.HAS_STARTS:
                 exists = exists & (k_index >= seqlens.kv_start)
             v_tile = tl.where(exists[:, None], v_tile, 0.0)  # zero times NaN is NaN
-        acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o * alpha[:, None], input_precision=blocks.PRECISION)
+        if blocks.FLOAT8:
+            unit = tl.load(v.unit + k_start // BLOCK)
+            acc_o = acc_o * alpha[:, None] + multiply_values(p, v_tile, unit, tile_max, MASKED)
+        else:
+            acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o * alpha[:, None], input_precision=blocks.PRECISION)
         row_max = new_max
     return acc_o, row_max, row_sum, row_logit
 
@@ -184,8 +213,14 @@ def _attend_range(state, q, k, v, q_pos, tile, masking, scoring, flags, score_fl
     Far pairs are those of causal attention whose queries are earlier by the window, near pairs those of a sliding
     window. No score is chosen from two: a tile across the window's end is in both loops.
     """
-    q_tile = load_chunks(q, tile.batch, tile.head, tile.q_offset + tile.start, blocks.M, blocks.D, blocks.D_CHUNKS)
-    queries = QueryTile(q_tile, q_pos)
+    q_start = tile.q_offset + tile.start
+    if blocks.INT8:
+        q_tile = load_chunks(q.x, tile.batch, tile.head, q_start, blocks.M, blocks.D, blocks.D_CHUNKS)
+        unit, shift = load_query_units(q, tile.start, masking.seqlens.n_queries, blocks.M)
+        queries = QueryTile(q_tile, q_pos, None, None, None, unit, shift)
+    else:
+        q_tile = load_chunks(q, tile.batch, tile.head, q_start, blocks.M, blocks.D, blocks.D_CHUNKS)
+        queries = QueryTile(q_tile, q_pos)
     seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
     masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
     HAS_MIDDLE: tl.constexpr = (
@@ -241,14 +276,15 @@ def _attend(state, q, k, v, far, q_pos, tile, masking, scoring, flags, score_fla
     )
 
 
-@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+@triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_key_blocks"))
 def forward_kernel(
     q,  # descriptors of (B, H, Tq, D); features rotated already, as those of k
-    k,  # (B, K, Tk, D); or Pages
-    v,  # (B, K, Tk, Dv); or Pages
+    k,  # (B, K, Tk, D); or Pages; or of 8 bits, as those of q then, (B, K, blocks · BLOCK, D)
+    v,  # (B, K, Tk, Dv); or Pages; or of 8 bits, (B, K, Dv, blocks · BLOCK)
     q_far_past,  # fields of `Far`
     q_far_future,
     k_far,
+    units,  # Units
     out,  # descriptor of (B, H, Tq, Dv), or RowTarget
     lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
     row_logits_ptr,  # likewise: each row's largest scaled score; or None
@@ -269,6 +305,7 @@ def forward_kernel(
     heads_per_key,
     n_queries,
     n_keys,
+    n_key_blocks,  # of a row of keys of 8 bits; or None
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -277,6 +314,7 @@ def forward_kernel(
     LIST_Q: tl.constexpr,
     LIST_K: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    DESCRIBES: tl.constexpr,  # operands of 8 bits, and v and out beside them, come as `RowTarget`s
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -315,6 +353,36 @@ def forward_kernel(
         v = Pages(
             v.ptr, v.stride_page, v.stride_head, v.stride_token, v.head_dim, v.n_pages, v_table, None, v.stride_column
         )
+    INT8: tl.constexpr = units.k is not None
+    FLOAT8: tl.constexpr = units.v is not None
+    n_key_heads = n_heads // heads_per_key
+    if DESCRIBES:
+        n_rows = n_key_blocks * BLOCK
+        q = describe(q, batch, n_heads, n_queries, BLOCK_M, BLOCK_D)
+        k = describe(k, batch, n_key_heads, n_rows, BLOCK_N, BLOCK_D)
+        if far_window is not None:
+            q_far_past = describe(q_far_past, batch, n_heads, n_queries, BLOCK_M, BLOCK_D)
+            if q_far_future is not None:
+                q_far_future = describe(q_far_future, batch, n_heads, n_queries, BLOCK_M, BLOCK_D)
+            k_far = describe(k_far, batch, n_key_heads, n_rows, BLOCK_N, BLOCK_D)
+        if FLOAT8:
+            v = describe(v, batch, n_key_heads, units.v_dim, BLOCK_DV, BLOCK_N)
+        else:
+            v = describe(v, batch, n_key_heads, n_keys, BLOCK_N, BLOCK_DV)
+        if not PACKED:
+            out = describe(out, batch, n_heads, n_queries, BLOCK_M, BLOCK_DV)
+    if INT8:
+        block = first_block(k_offset, sequence, PACKED)
+        key_row = wide(batch * n_key_heads + tile.kv_head) * n_key_blocks + block
+        q = query_rows(q, units.q, units.q_shift, row_offset + q_offset)
+        k = key_blocks(k, units.k, key_row * GROUPS, block)
+        if far_window is not None:
+            q_far_past = query_rows(q_far_past, units.q_past, units.q_past_shift, row_offset + q_offset)
+            if q_far_future is not None:
+                q_far_future = query_rows(q_far_future, units.q_future, units.q_future_shift, row_offset + q_offset)
+            k_far = key_blocks(k_far, units.k_far, key_row * GROUPS, block)
+        if FLOAT8:
+            v = key_blocks(v, units.v, key_row, block)
     origin = position_origin(positions_k, batch, k_offset)
     if far_window is not None and not INDEX_POSITIONS:
         q_pos = load_int_positions(positions_q, batch, q_offset, tile.start, BLOCK_M)
@@ -338,7 +406,7 @@ def forward_kernel(
     scoring = Scoring(scores, positions_k, origin, dropout)
 
     zeros = tl.zeros((BLOCK_M,), tl.float32)
-    row_max, row_sum = begin_rows(zeros, zeros, first_logits_ptr, head, None, 1.0, 1.0)
+    row_max, row_sum = begin_rows(zeros, zeros, first_logits_ptr, head, None, 1.0, 0.0 if FLOAT8 else 1.0)
     MAX_LOGITS: tl.constexpr = row_logits_ptr is not None
     row_logit = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     acc_o, row_max, row_sum, row_logit = _attend(
@@ -353,12 +421,37 @@ def forward_kernel(
         scoring,
         FLAGS,
         ScoreFlags(MOD, None, None, CAPPED, FAST_TANH, MAX_LOGITS, HIDES_KEYS),
-        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, PAGE_SIZE, ONE_LOOP),
+        Blocks(
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_DV,
+            D_CHUNKS,
+            PRECISION,
+            LIST_Q,
+            LIST_K,
+            PAGE_SIZE,
+            ONE_LOOP,
+            None,
+            None,
+            INT8,
+            FLOAT8,
+        ),
     )
 
+    if FLOAT8:
+        share = row_sum  # of keys alone
+        row_sum = add_first_logit(row_sum, row_max, first_logits_ptr, head, EXPONENT)
+        row_max -= EXPONENT
     attends = row_sum != 0  # NaN is to be seen
     row_sum = tl.where(attends, row_sum, 1.0)
-    acc_o = tl.where(attends[:, None], acc_o * (rescale / row_sum)[:, None], 0.0)
+    if FLOAT8:
+        n_sequences = packed.n_sequences if PACKED else None
+        mean = load_mean(units, sequence, n_sequences, tile.kv_head, n_key_heads, BLOCK_DV)
+        acc_o = (acc_o + share[:, None] * mean[None, :]) * (1 / row_sum)[:, None]
+        acc_o = tl.where((share != 0)[:, None], acc_o, 0.0)
+    else:
+        acc_o = tl.where(attends[:, None], acc_o * (rescale / row_sum)[:, None], 0.0)
     if gate.ptr is not None:
         exists = q_index < seqlens.n_queries
         acc_o *= load_sigmoid(gate, batch, head, q_offset + q_index, exists, tl.arange(0, BLOCK_DV))

@@ -11,17 +11,28 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import Gradients, Saved, Wanted
 from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, kv_capacity
 from ropewalk.ops.attention.gate import kernel as gate_kernel
 from ropewalk.ops.attention.pages import is_copied
+from ropewalk.ops.attention.quantise.call import Quantized
+from ropewalk.ops.attention.quantise.launch import quantise
 from ropewalk.ops.attention.tables import empty_aligned, with_dense_features, with_rows
 from ropewalk.ops.attention.triton import decode_launch
 from ropewalk.ops.attention.triton.backward_dkdv import backward_dkdv_kernel
 from ropewalk.ops.attention.triton.backward_dq import backward_dq_kernel
-from ropewalk.ops.attention.triton.config import Features, Tiles, choose_tiles, cut_features
+from ropewalk.ops.attention.triton.config import (
+    FORWARD_FLOAT8,
+    FORWARD_INT8,
+    MIN_INT8,
+    Features,
+    Tiles,
+    choose_tiles,
+    cut_features,
+)
 from ropewalk.ops.attention.triton.forward import forward_kernel
 from ropewalk.ops.attention.triton.gather import copy_pages
 from ropewalk.ops.attention.triton.launch_common import (
@@ -34,6 +45,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     gate_args,
     gate_grads,
     gives_far_features,
+    has_tma,
     inverse_rotate_all,
     launch_fitting,
     lists_args,
@@ -44,10 +56,12 @@ from ropewalk.ops.attention.triton.launch_common import (
     precision,
     rope_table_args,
     rotates_in_registers,
+    row_target,
     schedule_tiles,
     store_target,
     sum_param_grads,
     tiled,
+    units_args,
     windowed_arg,
 )
 from ropewalk.ops.attention.triton.score_mods import ScoreMod
@@ -74,23 +88,31 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
     if pages is not None:
         k, v = map(with_dense_features, (call.k, call.v))
         call = call._replace(k=k, v=v)
-    out, v, saved, is_empty = begin_forward(call, on)
+    out, v, saved, is_empty = begin_forward(call, on, maps=save or call.precision is None)
     if is_empty:
         return out, saved
+    operands = None if call.precision is None else quantise(call, on, permuted=False)
     q, k, lse = saved.q, saved.k, saved.lse
     batch, heads, queries, head_dim = q.shape
     score_mod = load_score_mod(call)
-    features = cut_features(head_dim, v.shape[3])
+    features = cut_features(head_dim, v.shape[3], 16 if operands is None else MIN_INT8)
     page_size = None if pages is None else k.shape[2] if k.shape[2] <= MAX_PAGE_SIZE and pages.shape[1] > 1 else 0
 
     def launch(tiles: Tiles) -> None:
         packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m, on)
-        inputs = _describe_inputs(saved, v, tiles.block_m, tiles.block_n, features, pages)
+        if operands is None:
+            described = _describe_inputs(saved, v, tiles.block_m, tiles.block_n, features, pages)
+        else:
+            described = _describe_operands(operands, v, tiles, features)
+        described["out"] = store_target(out, tiles.block_m, features.block_dv, packed)
+        describes = operands is not None and not has_tma()
         on.launch(
             forward_kernel,
             n_tiles * heads,
-            **inputs,
-            out=store_target(out, tiles.block_m, features.block_dv, packed),
+            **(_without_tma(described) if describes else described),
+            units=units_args(operands),
+            n_key_blocks=None if operands is None else operands.k.unit.shape[2],
+            DESCRIBES=describes,
             lse_ptr=lse,
             row_logits_ptr=call.row_logits,
             packed=packed,
@@ -110,7 +132,10 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
             **tiles.options,
         )
 
-    launch_fitting(choose_tiles("forward", features, q.dtype, score_mod, call), launch, on)
+    kernel = "forward"
+    if operands is not None:
+        kernel = FORWARD_INT8 if operands.v is None else FORWARD_FLOAT8
+    launch_fitting(choose_tiles(kernel, features, q.dtype, score_mod, call), launch, on)
     return out, saved
 
 
@@ -130,6 +155,21 @@ def _describe_inputs(
         "q_far_future": None if saved.q_future is None else tiled(saved.q_future, *q_block),
         "k_far": None if saved.k_far is None else tiled(saved.k_far, *k_block),
     }
+
+
+def _describe_operands(operands: Quantized, v: Tensor, tiles: Tiles, features: Features) -> dict[str, Any]:
+    """Return descriptors as `_describe_inputs` does, of operands of 8 bits; v where values are of 16."""
+    q, k, quantised_v, *far = operands
+    x = Saved(q.x, k.x, q.unit, *(None if each is None else each.x for each in far))
+    inputs = _describe_inputs(x, v, tiles.block_m, tiles.block_n, features)
+    if quantised_v is not None:
+        inputs["v"] = tiled(quantised_v.x, features.block_dv, tiles.block_n)
+    return inputs
+
+
+def _without_tma(described: dict[str, Any]) -> dict[str, Any]:
+    """Return rows in place of descriptors; None and rows stay as they are."""
+    return {name: row_target(x.base) if isinstance(x, TensorDescriptor) else x for name, x in described.items()}
 
 
 @on_its_device

@@ -17,10 +17,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ropewalk import device as gpu
 from ropewalk.ops.attention import call as record
 from ropewalk.ops.attention.backend import Gradients, Saved, Wanted
 from ropewalk.ops.attention.call import AttentionCall, kv_capacity
 from ropewalk.ops.attention.dropout import dropped_steps, rescale
+from ropewalk.ops.attention.quantise.call import Quantized
 from ropewalk.ops.attention.tables import empty_aligned, map_far_features, rotate
 from ropewalk.ops.attention.triton.arguments import (
     Bounds,
@@ -34,6 +36,7 @@ from ropewalk.ops.attention.triton.arguments import (
     RopeTable,
     RowTarget,
     Scores,
+    Units,
 )
 from ropewalk.ops.attention.triton.config import AnyTiles, Features, is_of_keys, shrink
 from ropewalk.ops.attention.triton.masking import OUTSIDE
@@ -49,6 +52,7 @@ Launch = TypeVar("Launch", bound=Callable[..., Any])
 LOG2_E = math.log2(math.e)
 NO_MASK = Mask(None, None, None, None, None)
 NO_LISTS = Lists(*(None,) * len(Lists._fields))
+NO_UNITS = Units(*(None,) * len(Units._fields))
 NO_GATE = Gate(None, None, None, None, None, None)
 
 
@@ -128,6 +132,19 @@ def lists_args(call: AttentionCall, of: str) -> Lists:
         slots_stride_query=query,
         bits=blocks.bits,
     )
+
+
+def units_args(operands: Quantized | None) -> Units:
+    """Return the numbers beside operands of 8 bits; without these, none."""
+    if operands is None:
+        return NO_UNITS
+    q, k, v, q_past, q_future, k_far = operands
+    units = NO_UNITS._replace(q=q.unit, q_shift=q.shift, k=k.unit, k_far=None if k_far is None else k_far.unit)
+    if q_past is not None:
+        units = units._replace(q_past=q_past.unit, q_past_shift=q_past.shift)
+    if q_future is not None:
+        units = units._replace(q_future=q_future.unit, q_future_shift=q_future.shift)
+    return units if v is None else units._replace(v=v.unit, v_mean=v.mean, v_dim=v.mean.shape[2])
 
 
 def gate_args(gate: Tensor | None, v_head_dim: int) -> Gate:
@@ -243,6 +260,11 @@ def counter_of(device: torch.device) -> Tensor:
     return counter
 
 
+def has_tma() -> bool:
+    """Say whether the current GPU reads tiles by descriptors; elsewhere the host's are a load for each number."""
+    return gpu.is_interpreted() or (not gpu.is_rocm() and gpu.current_capability() >= (9, 0))
+
+
 def precision() -> str:
     """Return the precision of float32 products, by PyTorch's switch."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
@@ -253,16 +275,20 @@ def broadcast_strides(x: Tensor, count: int) -> tuple[Any, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
 
 
-def begin_forward(call: AttentionCall, on: Steps) -> tuple[Tensor, Tensor, Saved, bool]:
-    """Return memory for the output, v, the tensors to save, and whether no kernel needs to run."""
+def begin_forward(call: AttentionCall, on: Steps, maps: bool = True) -> tuple[Tensor, Tensor, Saved, bool]:
+    """Return memory for the output, v, the tensors to save, and whether no kernel needs to run.
+
+    maps: whether somebody reads q and k with their features mapped.
+    """
     out = empty_output(call.q, call.v.shape[3])
-    far = map_far_features(call, on)
-    q, k = map_and_weigh(call, on)
-    q = aligned(q)
-    v = call.v
+    far, q, k, v = None, call.q, call.k, call.v
+    if maps:
+        far = map_far_features(call, on)
+        q, k = map_and_weigh(call, on)
+        q = aligned(q)
     has_keys = kv_capacity(call) > 0 and k.shape[0] > 0
     if call.block_table is None:  # pages are read where they are
-        k, v = aligned(k), aligned(v) if has_keys else v
+        k, v = aligned(k) if maps else k, aligned(v) if has_keys else v
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or NO_FAR))
     if lse.numel() and has_keys:

@@ -90,6 +90,15 @@ def begin_rows(zeros, sums, first_logits_ptr, head, exists, unit, SHARE: tl.cons
 
 
 @triton.jit
+def add_first_logit(row_sum, row_max, first_logits_ptr, head, exponent):
+    """Return rows' sums, of which 2 ** exponent is 1, with their head's sink, of which `begin_rows` had no share."""
+    if first_logits_ptr is not None:
+        logit = tl.load(first_logits_ptr + head) * 1.4426950408889634
+        row_sum += tl.where(row_max == float("-inf"), 0.0, tl.exp2(logit - row_max + exponent))
+    return row_sum
+
+
+@triton.jit
 def sinks_grad_kernel(grad_ptr, sinks_ptr, lse_ptr, delta_ptr, n_heads, n_queries, n_rows, BLOCK: tl.constexpr):
     """Write −Σ p · delta of a head over the n_rows rows of a batch, where p is the sink's probability.
 

@@ -15,6 +15,10 @@ from ropewalk.ops.launch.steps import AT_ONCE, Steps
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
 MAX_HEAD_DIM_OF_QUANTISED = 256  # as `ops.cache` writes them
+MAX_HEAD_DIM_OF_8_BITS = 256
+MULTIPLE_OF_8_BITS = 16  # bytes that rows of 8-bit operands begin at a multiple of
+MIN_QUERIES_OF_8_BITS = 16  # of a dense call
+FLOAT8_CAPABILITY = (8, 9)  # from which on NVIDIA's GPUs multiply e4m3
 MAX_HEAD_DIM_OF_FLOAT32 = 256  # on GPUs: products without tensor cores hold whole rows in registers
 
 # What both directions read. Keys that are rotated have no table.
@@ -31,7 +35,7 @@ class Triton:
     """The backend "triton"."""
 
     name = "triton"
-    reads: tuple[str, ...] = (*_IN_BOTH, *_CACHE_FIELDS, *_RESULT_FIELDS, "scheme")
+    reads: tuple[str, ...] = (*_IN_BOTH, *_CACHE_FIELDS, *_RESULT_FIELDS, "scheme", "precision")
     backward_reads: tuple[str, ...] = _IN_BOTH
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
@@ -68,6 +72,9 @@ class Triton:
                 "interpreter_bfloat16",
                 "Triton's interpreter computes products (tl.dot) of bfloat16 wrongly: use float16 or float32 there",
             )
+        refusal = why_no_8_bits(call)
+        if refusal is not None:
+            return refusal
         params = call.score_mod_params
         learns = params is not None and torch.is_grad_enabled() and params.requires_grad
         if call.score_mod is not None and learns and not score_mod_has(call.score_mod, "param_grad"):
@@ -98,6 +105,39 @@ class Triton:
         from ropewalk.ops.attention.triton import launch
 
         return launch.backward(call, out, saved, grad_out, grad_lse, wanted, on)
+
+
+def why_no_8_bits(call: AttentionCall) -> Refusal | None:
+    """Say why kernels do not run a call of 8-bit products; None if they do, or its products are of its dtype."""
+    precision, q = call.quantised, call.q
+    if precision is None:
+        return None
+    reason = None
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        dtype = str(q.dtype).removeprefix("torch.")
+        reason = f"{dtype} is not supported: q, k and v must be float16 or bfloat16"
+    for name, dim in (("q", q.shape[3]), ("v", call.value_dim)):
+        if dim % MULTIPLE_OF_8_BITS or dim > MAX_HEAD_DIM_OF_8_BITS:
+            needed = f"must be a multiple of {MULTIPLE_OF_8_BITS} up to {MAX_HEAD_DIM_OF_8_BITS}"
+            reason = reason or f"{name}'s head dim is {dim}, but {needed}"
+    if reason is None and precision.float8_values:
+        reason = _why_no_float8(q.device)
+    # Keep last: torch.compile guards on this length.
+    if reason is None and call.cu_seqlens_q is None and q.shape[2] < MIN_QUERIES_OF_8_BITS:
+        reason = f"q has {q.shape[2]} tokens, but must have at least {MIN_QUERIES_OF_8_BITS}"
+    return None if reason is None else Refusal("precision", f"precision is set: {reason}")
+
+
+def _why_no_float8(device: torch.device) -> str | None:
+    """Say why a device does not multiply values and probabilities in e4m3; None if it does."""
+    if device.type == "cpu":
+        return "Triton's interpreter rounds to float8 values (e4m3) wrongly"
+    if gpu.is_rocm():
+        return "float8 values (e4m3) are not supported on AMD's GPUs"
+    if gpu.capability(device) < FLOAT8_CAPABILITY:
+        needed = ".".join(map(str, FLOAT8_CAPABILITY))
+        return f"float8 values (e4m3) need compute capability {needed}"
+    return None
 
 
 def _why_no_far(call: AttentionCall) -> Refusal | None:

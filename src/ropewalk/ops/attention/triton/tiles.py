@@ -122,11 +122,11 @@ def zero_missing_rows(chunks, exists, D_CHUNKS: tl.constexpr):
 
 @triton.jit
 def dot_chunks(a_chunks, b_chunks, PRECISION: tl.constexpr, D_CHUNKS: tl.constexpr):
-    """Return a · bᵀ, summed over all chunks."""
+    """Return a · bᵀ, summed over all chunks: float32, or int32 of int8."""
     product = tl.dot(a_chunks[0], b_chunks[0].T, input_precision=PRECISION)
     if D_CHUNKS == 3:
-        product = tl.dot(a_chunks[1], b_chunks[1].T, product, input_precision=PRECISION)
-        product = tl.dot(a_chunks[2], b_chunks[2].T, product, input_precision=PRECISION)
+        product = tl.dot(a_chunks[1], b_chunks[1].T, product, input_precision=PRECISION, out_dtype=product.dtype)
+        product = tl.dot(a_chunks[2], b_chunks[2].T, product, input_precision=PRECISION, out_dtype=product.dtype)
     return product
 
 
