@@ -795,3 +795,39 @@ def test_another_interface_is_refused(missing, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
     with pytest.raises(RuntimeError, match=rf"transformers 9\.9 is not supported: \w+ has no {missing}; .*5\.0 to"):
         huggingface.register()
+
+
+# === 8-bit products ===
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-fp8"])
+def test_names_of_8_bit_products_run_them_but_for_few_queries(precision):
+    huggingface.register()
+    function = transformers.AttentionInterface()[f"ropewalk-{precision}"]
+    module = SimpleNamespace(is_causal=True, training=False, config=None)
+    q, k, v = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
+    keywords = {"causal": True, "layout": "bhtd"}
+    for queries, expected in ((16, precision), (15, None), (1, None)):
+        last = q[:, :, -queries:]
+        out, _ = function(module, last, k, v, None, scaling=0.25)
+        assert torch.equal(out.transpose(1, 2), ropewalk.attention(last, k, v, precision=expected, **keywords))
+    for queries in (16, 1):
+        with pytest.raises(ValueError, match=f"precision is '{precision}', whose backward is None"):
+            function(module, q[:, :, -queries:].clone().requires_grad_(), k, v, None, scaling=0.25)
+    module.training = True
+    with pytest.raises(ValueError, match="precision was passed with dropout_p"):
+        function(module, q, k, v, None, scaling=0.25, dropout=0.5)
+
+
+def test_a_model_selects_8_bit_products_by_name():
+    huggingface.register()
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+    tokens, found = torch.arange(20)[None], {}
+    for name in ("ropewalk", "ropewalk-int8", "ropewalk-int8-fp8"):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(vocab_size=100, attn_implementation=name, **sizes)
+        with torch.no_grad():
+            found[name] = transformers.LlamaForCausalLM(config).eval()(tokens).logits
+    exact = found.pop("ropewalk")
+    for logits in found.values():
+        assert 0 < (logits - exact).norm() < 0.05 * exact.norm()

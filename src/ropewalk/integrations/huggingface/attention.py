@@ -50,7 +50,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -94,6 +94,10 @@ def register(name: str = "ropewalk") -> None:
     passes raises, by name: output_attentions, head_mask, position_bias, a mask that is a bias, a paged cache, and any
     keyword that may change the result. So T5 raises in its first forward; `attention` with `T5Bias` has its kernel.
 
+    Two more names have 8-bit products, as `attention(…, precision=…)` defines them: "ropewalk-int8" and
+    "ropewalk-int8-fp8", or those of another name with the same ends. There a layer's call of fewer than 16 queries, as
+    a step of generation is, runs in 16 bits; a gradient that is needed raises, and so does dropout.
+
     Models that do not use transformers' interface, such as BLOOM and MPT, keep their own attention in
     `set_attn_implementation`, with transformers' warning; built with this name, they raise in their first forward.
     Classes for which transformers supports neither "sdpa" nor flash attention get the masks of "eager", with a warning
@@ -120,15 +124,22 @@ def register(name: str = "ropewalk") -> None:
     for word in _RESERVED:
         if word in name:
             raise ValueError(f"name is {name!r}, but must not hold {word!r}, which transformers reserves")
-    registries = (
-        (transformers.AttentionInterface, _attend),
-        (transformers.AttentionMaskInterface, _mask_function(masking)),
-    )
-    for registry, ours in registries:
-        if registry().get(name, ours) is not ours:
-            raise ValueError(f"name is {name!r}, but must be free: {registry.__name__} has another function of it")
-    for registry, ours in registries:
-        registry.register(name, ours)
+    make_mask = _mask_function(masking)
+    functions = [
+        (registry, name + end, ours)
+        for end, attend in (("", _attend), *_QUANTISED.items())
+        for registry, ours in (
+            (transformers.AttentionInterface, attend),
+            (transformers.AttentionMaskInterface, make_mask),
+        )
+    ]
+    for registry, full_name, ours in functions:
+        if registry().get(full_name, ours) is not ours:
+            raise ValueError(
+                f"name is {name!r}, but must be free: {registry.__name__} has another function of {full_name}"
+            )
+    for registry, full_name, ours in functions:
+        registry.register(full_name, ours)
 
 
 _PACKED = "packed_sequence_mask_function"
@@ -369,6 +380,7 @@ def _attend(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     position_ids: Tensor | None = None,
+    _precision: str | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend with the interface of transformers: q, k and v (B, heads, T, D) in, (B, Tq, H, Dv) out."""
@@ -397,6 +409,7 @@ def _attend(
         and not (dropout and module.training)
         and not deterministic
         and type(scaling) is float
+        and _precision is None
     ):
         plain = repeat_plain(query, key, value, causal, scaling)
         if plain is not None:
@@ -456,10 +469,28 @@ def _attend(
         cu_seqlens_q=bounds,
         cu_seqlens_k=cu_seq_lens_k,
         layout="thd" if is_packed else "bhtd",
+        precision=_precision,
     )
     if is_packed:
         return out.unflatten(0, (batch, queries)).contiguous(), None
     return out.transpose(1, 2).contiguous(), None
+
+
+_FEWEST_QUERIES = 16  # of products in 8 bits: with fewer, as in a step of generation, memory bounds a call
+
+
+def _attend_quantised(
+    precision: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **keywords: Any
+) -> tuple[Tensor, None]:
+    """Attend as `_attend` does, with 8-bit products but for few queries; a gradient that is needed raises."""
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if query.shape[2] >= _FEWEST_QUERIES or needs_grad:
+        keywords["_precision"] = precision
+    return _attend(module, query, key, value, *arguments, **keywords)
+
+
+# By the end of a name.
+_QUANTISED = {f"-{precision}": partial(_attend_quantised, precision) for precision in ("int8", "int8-fp8")}
 
 
 def _read_bounds(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
