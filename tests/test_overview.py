@@ -214,6 +214,8 @@ def test_the_overview_has_the_best_model_and_the_worst():
 def test_no_column_of_a_table_repeats_another():
     for name in [*tables.TABLES, overview.OVERVIEW]:
         text = tables.make(name) if name in tables.TABLES else overview.make_overview(overview.comparisons())
+        if name in tables.LATER and not text.startswith("|"):
+            continue
         head, _, *rows = (line.strip("| ").split(" | ") for line in text.partition("\n\n")[0].splitlines())
         columns = [*zip(*rows, strict=True)]
         same = [head[i] for i, column in enumerate(columns) if column in columns[:i]]

@@ -32,7 +32,7 @@ if str(TESTS) not in sys.path:
     sys.path.append(str(TESTS))
 
 from helpers import append_launches, attention_launches, compile_hopper, decode_launches  # noqa: E402
-from helpers.compile import Recorder, compile_launch  # noqa: E402
+from helpers.compile import Recorder, compile_launch, pretend_target  # noqa: E402
 from helpers.head_launches import HEAD_KERNELS, specialise_heads  # noqa: E402
 from helpers.norm_launches import KERNELS as NORM_KERNELS  # noqa: E402
 from helpers.norm_launches import specialise_norm  # noqa: E402
@@ -50,11 +50,13 @@ from ropewalk.ops.attention.blocks.tables import find_tables  # noqa: E402
 from ropewalk.ops.attention.gate import kernel as gate  # noqa: E402
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
 from ropewalk.ops.attention.libraries import merge  # noqa: E402
-from ropewalk.ops.attention.triton import gather, weigh  # noqa: E402
+from ropewalk.ops.attention.quantise import launch as quantise_launch  # noqa: E402
+from ropewalk.ops.attention.triton import gather, table_rows, weigh  # noqa: E402
 from ropewalk.ops.launch.steps import AT_ONCE  # noqa: E402
 from ropewalk.ops.rope.cuda import build  # noqa: E402
 from ropewalk.ops.rope.pages import launch as page_launch  # noqa: E402
 from ropewalk.ops.rope.pages.call import PageRotation  # noqa: E402
+from ropewalk.schemes import Rope  # noqa: E402
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -73,6 +75,8 @@ class Row:
     @property
     def targets(self) -> tuple[str, ...]:
         """What it is compiled for."""
+        if self.arguments.get("precision") == "int8-fp8" and not self.for_hopper:
+            return tuple(target for target in TARGETS if target not in ("sm_80", "gfx942"))  # which lack e4m3
         return ("sm_90",) if self.for_hopper else tuple(TARGETS)
 
     @property
@@ -98,6 +102,13 @@ def _attention_rows(*kernels: str) -> Iterator[Row]:
         yield Row(kernel, "RoPE, causal, D 128, float32", {"call": "rope-causal", "dims": (128, 128), "dtype": FP32})
 
 
+def _hopper_8bit_rows(precision: str, calls: Iterable[str], head_dims: tuple[int, ...], label: str) -> Iterator[Row]:
+    for name in calls:
+        for head_dim in head_dims:
+            arguments = {"call": HOPPER_CALLS[name], "head_dim": head_dim, "precision": precision}
+            yield Row("forward_8bit_kernel", f"{label}, {name}, D {head_dim}", arguments, for_hopper=True)
+
+
 def _hopper_rows(
     kernel: str, calls: dict[str, str], head_dims: tuple[Any, ...] = (64, 128), of: str = ""
 ) -> Iterator[Row]:
@@ -118,6 +129,7 @@ HOPPER_CALLS = {
     "softcap": "softcap",
     "ReRoPE, causal": "rerope-causal",
 }
+HOPPER_8BIT = ("no position", "RoPE, causal", "RoPE, causal, packed", "softcap", "ReRoPE, causal")
 HOPPER_SCORES = {name: HOPPER_CALLS[name] for name in ("ALiBi, causal", "ExpoSB with decay, causal", "softcap")}
 HOPPER_BIASES = {"T5's bias, learned": "t5-learned"}
 # Of 256 queries, in many rows.
@@ -181,6 +193,7 @@ ROWS: dict[str, list[Row]] = {
         *_attention_rows("forward_kernel"),
         Row("schedule_kernel", "tiles of 64 queries, packed", {"call": "packed", "dims": (128, 128)}),
         Row("weigh_kernel", "D 128", {"head_dim": 128}),
+        Row("table_rows_kernel", "D 128", {"head_dim": 128}),
         Row("mark_kernel", "1024 × 1024 tokens"),
         Row("compact_kernel", "1024 × 1024 tokens"),
         Row("span_kernel", "1024 × 1024 tokens"),
@@ -195,6 +208,19 @@ ROWS: dict[str, list[Row]] = {
         *_hopper_rows("bias_table_kernel", HOPPER_BIASES, (128,)),
         *_hopper_rows("relative_positions_kernel", {"ALiBi, causal": "alibi-positions"}, (128,)),
         *_hopper_rows("mark_ranges_kernel", {"ReRoPE, causal, by positions": "ranges-rerope"}, (128,)),
+    ],
+    "attention-forward-8bit": [
+        *_hopper_8bit_rows("int8", HOPPER_8BIT, (64, 128, 256), "int8"),
+        *_hopper_8bit_rows("int8-fp8", HOPPER_8BIT, (64, 128, 256), "int8-fp8"),
+        *_hopper_8bit_rows("uncentred", ("RoPE, causal",), (64, 128, 256), "e4m3 without centring"),
+    ],
+    "attention-quantise": [
+        Row("mean_kernel", "RoPE, D 128", {"head_dim": 128, "precision": "int8"}),
+        *(
+            Row("quantise_kernel", f"{precision}, RoPE, D {head_dim}", {"head_dim": head_dim, "precision": precision})
+            for precision in ("int8", "int8-fp8")
+            for head_dim in (64, 128, 256)
+        ),
     ],
     "attention-backward": [
         *_attention_rows("backward_dq_kernel", "backward_dkdv_kernel"),
@@ -275,7 +301,12 @@ def plan(row: Row, target: str) -> Plan:
         return partial(append_launches.compile_for, target, noted), tile
     with pytest.MonkeyPatch.context() as patch:
         launch = (_launch_of_gluon if row.for_hopper else _LAUNCHES[row.kernel])(patch, row, target)
-    if row.for_hopper and row.kernel in ("forward_kernel", "backward_kernel", "backward_wide_kernel"):
+    if row.for_hopper and row.kernel in (
+        "forward_8bit_kernel",
+        "forward_kernel",
+        "backward_kernel",
+        "backward_wide_kernel",
+    ):
         return partial(compile_hopper.compile_gluon, launch), _describe_roles(launch[2])
     if row.kernel in ("decode_pages_kernel", "combine_shares_kernel"):
         return partial(compile_hopper.compile_gluon, launch), _describe_paged(launch[2])
@@ -298,7 +329,8 @@ def _describe_tile(keywords: dict[str, Any]) -> str:
     if "BLOCK_M" not in keywords and "BLOCK_N" in keywords:
         return f"{keywords['BLOCK_N']} keys, {keywords['num_warps']} w"
     if "BLOCK_M" not in keywords:
-        return f"{keywords.get('num_warps', 4)} warps"
+        registers = f", ≤ {keywords['maxnreg']} r" if "maxnreg" in keywords else ""
+        return f"{keywords.get('num_warps', 4)} warps{registers}"
     if "BLOCK_N" not in keywords:
         return f"{keywords['BLOCK_M']} rows, {keywords.get('num_warps', 4)} w"
     tile = f"{keywords['BLOCK_M']} × {keywords['BLOCK_N']}, {keywords['num_warps']} w, {keywords['num_stages']} s"
@@ -312,6 +344,7 @@ def _describe_roles(keywords: dict[str, Any]) -> str:
     else:
         queries, keys = keywords["BLOCK_M"], BLOCK_N.value
     names = [name for name in ("PIN_EXP2", "CONVERT_P_EARLY", "PINGPONG", "DEFER_DQ") if keywords.get(name)]
+    names += [f"FLUSH {keywords['FLUSH']}"] if keywords.get("FLUSH") else []
     return ", ".join(
         [f"{queries} × {keys}", f"{_stages_of(keywords)} s", f"≤ {keywords['CONSUMER_REGISTERS']} r", *names]
     )
@@ -329,6 +362,8 @@ def _launch_of_gluon(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[
     if "kind" in row.arguments:
         return _find(row.kernel, paged_launches_of(patch, row.arguments["kind"], 128, "one"))
     call, head_dim = row.arguments["call"], row.arguments["head_dim"]
+    if row.kernel == "forward_8bit_kernel":
+        return compile_hopper.forward_8bit_launches_of(patch, head_dim, BF16, call, row.arguments["precision"])[0]
     if row.kernel == "forward_kernel":
         launch, _before = compile_hopper.forward_launch_of(patch, head_dim, BF16, call)
         return _find(row.kernel, [launch])
@@ -418,11 +453,32 @@ def _launch_of_gate(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[A
     return _find(row.kernel, launches)
 
 
+def _launch_of_quantise(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    pretend_target(patch, target)
+    launches: list[Any] = []
+    steps: Any = SimpleNamespace(launch=lambda kernel, n, /, **given: launches.append((kernel, (), given)))
+    head_dim = row.arguments["head_dim"]
+    q, k = torch.empty(2, 4096, 16, head_dim, dtype=BF16), torch.empty(2, 4096, 4, head_dim, dtype=BF16)
+    call = make_call(q, k, k, position=Rope(), causal=True, precision=row.arguments["precision"])
+    quantise_launch.quantise(call, steps, permuted=target == "sm_90")
+    return _find(row.kernel, launches)
+
+
 def _launch_of_weigh(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
     launches: list[Any] = []
     steps: Any = SimpleNamespace(launch=lambda kernel, n, /, **given: launches.append((kernel, (), given)))
     head_dim = row.arguments["head_dim"]
     weigh.weigh_features(torch.empty(2, 4, 128, head_dim, dtype=BF16), torch.empty(head_dim), steps)
+    return _find(row.kernel, launches)
+
+
+def _launch_of_rows(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    launches: list[Any] = []
+    steps: Any = SimpleNamespace(launch=lambda kernel, n, /, **given: launches.append((kernel, (), given)))
+    cos, sin = torch.empty(2, 1, 4096, row.arguments["head_dim"] // 2)
+    positions = torch.zeros(2, 128, dtype=torch.int64)
+    inputs = table_rows.RowInputs(cos, sin, None, None, positions, None, None, None, None, None)
+    table_rows.make_rows(inputs, 128, 0, 0, on=steps)
     return _find(row.kernel, launches)
 
 
@@ -444,6 +500,8 @@ _LAUNCHES = {
     "merge_kernel": _launch_of_merge,
     **dict.fromkeys(("gate_forward_kernel", "gate_backward_kernel"), _launch_of_gate),
     "weigh_kernel": _launch_of_weigh,
+    "table_rows_kernel": _launch_of_rows,
+    **dict.fromkeys(("mean_kernel", "quantise_kernel"), _launch_of_quantise),
 }
 
 
@@ -523,6 +581,9 @@ _TILE_LEGENDS = {
         "r: registers of a thread."
     ),
     "attention-merge": "A tile is 32 rows.",
+    "attention-quantise": (
+        "A tile is 128 tokens of some heads, one after another, by so many warps, with at most r registers a thread."
+    ),
 }
 
 

@@ -30,7 +30,7 @@ from ropewalk.bench.core.peers import load_module
 from ropewalk.bench.core.records import END, parse_lines
 
 TOOLS = Path(__file__).parent
-SCRIPTS = ("serving", "blocks")  # benchmarks that are tools, and not commands
+SCRIPTS = ("serving", "blocks", "precision")  # benchmarks that are tools, and not commands
 RESUMABLE = ("rope", "attention", "host")
 SAME = ("device", "commit", "dirty", "torch", "triton", "cuda")  # of all runs that are joined
 LONGEST, MARGIN = 3, 30  # a task may take so many times its predicted seconds, and so many more
@@ -53,6 +53,12 @@ def _attention(name: str, seconds: int, cases: str, more: str = "") -> Task:
     return Task(f"attention-{name}", "attention", arguments.strip(), seconds)
 
 
+def _products(name: str, cases: str) -> Task:
+    """Return a task of 8-bit products: the kernel of Hopper beside other libraries."""
+    arguments = f"{_cases(cases)} --impl gluon --mode 8bit-fwd --protocol hot --rounds 7"
+    return Task(f"attention-8bit-{name}", "attention", arguments, 110)
+
+
 def _cases(names: str) -> str:
     return " ".join(f"--case {name}" for name in names.split())
 
@@ -70,8 +76,10 @@ _STACKS = "llama-12x1024-attention llama-12x1024 qwen3-12x1024-attention qwen3-1
 # In the order in which they start, the longest first. A process takes 10 to 20 s until it measures, so that cases share
 # one, for 190 s at most. Together they have every case; a test holds them to it.
 TASKS: tuple[Task, ...] = (
+    _products("d128", "causal-16k-d128 full-4k-d128 causal-4k-d128 gqa-8k-d128"),
+    _products("d256-d64", "gqa-16k-d256 full-8k-d256 causal-8k-d64 full-4k-d64"),
     Task("training", "training", _cases(f"bert-base-rope bert-base bert-base-64x512 {_LARGE}"), 190),
-    _attention("d256-llama3", 190, "gqa-16k-d256 gqa-8k-d256 llama3-70b"),
+    _attention("d256-llama3", 190, "gqa-16k-d256 gqa-8k-d256 llama3-70b", _KERNELS),
     _attention("rerope-fp16-causal-2k", 180, "rerope-8k-d64-fp16 causal-2k-d128"),
     _attention("bert-packed", 180, "bert-512 bert-512-lengths packed-4k-d128"),
     _attention("mla-layer", 175, "mla-8k-d192 qwen3-next-d128"),
@@ -80,7 +88,7 @@ TASKS: tuple[Task, ...] = (
     Task("rope-layouts", "rope", _cases(_LAYOUTS), 165),
     _attention("d128", 165, "causal-4k-d128 causal-16k-d128 full-4k-d128", _KERNELS),
     Task("rope-sweep", "rope", "--sweep --peers none", 155),
-    _attention("rerope-gqa-d128", 150, "rerope-16k-d128 gqa-8k-d128"),
+    _attention("rerope-gqa-d128", 150, "rerope-16k-d128 gqa-8k-d128", f"{_KERNELS},rerope-fwd,rerope-train"),
     _attention("settings-d64", 140, "causal-8k-d64", _SETTINGS),
     _attention("settings-d128", 135, "causal-4k-d128", _SETTINGS),
     Task("rope-norm", "rope", "--only norm --rounds 60", 130),
@@ -89,6 +97,8 @@ TASKS: tuple[Task, ...] = (
     _attention("d64", 115, "causal-8k-d64 full-4k-d64", _KERNELS),
     _attention("learned-d128", 85, "causal-4k-d128", "--mode learned-bwd --peers none"),
     Task("serving", "serving", "decode append prefill", 70),
+    Task("precision-errors", "precision", "errors", 60),
+    Task("precision-quality", "precision", "quality", 190),
     Task(
         "host-small",
         "host",

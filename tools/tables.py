@@ -8,6 +8,7 @@ or its records in rows; a column without a number is left out.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 import targets
 
 from ropewalk.bench.attention.bench import AttentionBench
-from ropewalk.bench.attention.cases import LAYER, REROPE
+from ropewalk.bench.attention.candidates import COMPILED
+from ropewalk.bench.attention.cases import EIGHT_BITS, LAYER, REROPE
 from ropewalk.bench.core.load import Record, Row, groups, label, read_record, to_digits, variant_of
 from ropewalk.bench.core.records import parse_lines
 from ropewalk.bench.core.timing import COPY
@@ -74,6 +76,8 @@ MASKS = {
 
 
 _OURS = ("gluon", "triton")
+# Tables of runs that a card need not have.
+LATER = ("8-bit", "precision-errors", "precision-quality", "4-bit-qk", "4-bit-pv")
 _MARKS = "†‡§¶"  # of cells whose run lacked a library, one for each set of them
 FLASH_3 = "flash_attn_3"  # which few runs had, and which is the fastest other library where they had it
 
@@ -94,8 +98,9 @@ class Book:
     def runs(self) -> dict[str, list[Row]]:
         """The lines about the runs of each record."""
         found = {name: self.record(name).runs for name in BENCHMARKS if name in self.paths}
-        if "blocks" in self.paths:
-            found["blocks"] = [line for line in parse_lines(self.paths["blocks"]) if "format" in line]
+        for name in ("blocks", "precision"):
+            if name in self.paths:
+                found[name] = [line for line in parse_lines(self.paths[name]) if "format" in line]
         return found
 
     @functools.cache  # noqa: B019  books live as long as the process
@@ -148,6 +153,18 @@ class Book:
     def run_of(self, row: Row) -> Row:
         """Return the line about a row's run."""
         return self.runs[row["benchmark"]][row["run"]]
+
+    def precision(self, mode: str, card: str | None = None) -> list[Row]:
+        """Return the rows of products of few bits of a mode, such as "errors"; of the newest run that has some."""
+        path = self.folder / f"precision-{card or self.card}.jsonl"
+        lines = parse_lines(path) if path.exists() else []
+        runs = list[list[Row]]()
+        for line in lines:
+            if "benchmark" in line:
+                runs.append([])
+            elif line.get("mode") == mode:
+                runs[-1].append(line)
+        return next((rows for rows in reversed(runs) if rows), [])
 
     def blocks(self) -> dict[tuple[Any, ...], Row]:
         """Return the rows of lists of blocks by mask, head dim and implementation."""
@@ -484,6 +501,78 @@ def layer(book: Book) -> Table:
     return Table(["µs (× bare)", *parts.values()], found, (4,), beside=beside)
 
 
+def eight_bits(book: Book) -> Table:
+    """8-bit products with RoPE and all that quantises, beside 16 bits and other libraries; and the kernel alone."""
+    found, beside, runs = [], list[Row](), list[Row]()
+    plain, ours = "gluon + rope", {"int8": "gluon + rope-int8", "int8-fp8": "gluon + rope-int8-fp8"}
+    others = ("sageattention_1", "sageattention_2", "cudnn_fp8")
+    for lead, rows in book.each("attention", EIGHT_BITS):
+        cells = [in_words(lead), number(rows.get(plain), "tflops")]
+        for name, with_rope in ours.items():
+            row, alone = rows.get(with_rope, {}), rows.get(f"gluon + {name}, kernel alone", {})
+            cells += [number(row, "tflops"), ratio(row.get("ratios", {}).get(plain), 1.0)]
+            cells.append(ratio(alone.get("ratios", {}).get("gluon"), 1.0))
+        cells += [number(rows.get(f"{name} + {COMPILED}"), "tflops") for name in others]
+        found.append(cells)
+        beside += rows.values()
+        runs.append(book.run_of(lead))
+    headings = ["case, TFLOP/s", "16 bits"]
+    headings += [cell for name in ours for cell in (f"`{name}`", "× 16 bits", "kernel alone")]
+    return Table([*headings, *(NAMES[name] for name in others)], found, (2, 5), beside=beside, of_runs=runs)
+
+
+def precision_errors(book: Book) -> Table:
+    """Errors against float64 by precision, those against an 8-bit precision's definition, and the log-sum-exp's."""
+    known = dict[str, dict[str, Row]]()
+    for row in book.precision("errors"):
+        case = row["case"]
+        words = [f"{case['name']}, D {case['head_dim']}", *(["RoPE"] if case["rotated"] else [])]
+        words += ["causal" if case["causal"] else "full", f"{case['tokens']} tokens"]
+        known.setdefault(", ".join(words), {})[row["precision"]] = row
+    found = []
+    for title, rows in known.items():
+        cells = [number(rows.get(name), "error", ".2f", 0.01) for name in ("16-bit", "int8", "int8-fp8")]
+        cells += [number(rows.get(name), "kernel_error", ".2f", 0.01) for name in ("int8", "int8-fp8")]
+        # Scores are the same of both.
+        found.append([title, *cells, number(rows.get("int8"), "lse_error", ".4f")])
+    headings = ["error, %", "16 bits", "`int8`", "`int8-fp8`"]
+    headings += ["`int8`, of its definition", "`int8-fp8`, of its definition", "log-sum-exp, 8 bits"]
+    return Table(headings, found)
+
+
+def four_bits(product: str) -> Callable[[Book], Table]:
+    """Make the table of a product's errors by the format of its operands, in %, by arithmetic on a CPU."""
+
+    def make(book: Book) -> Table:
+        known = dict[str, dict[str, str]]()
+        for row in book.precision("bits", "cpu"):
+            if row["product"] == product:
+                title = f"{row['case']['name']}{', RoPE' if row['case']['rotated'] else ''}"
+                known.setdefault(title, {})[row["format"]] = f"{row['error'] * 100:.1f}"
+        formats = list(dict.fromkeys(name for cells in known.values() for name in cells))
+        return Table(["error, %", *formats], [[title, *cells.values()] for title, cells in known.items()])
+
+    return make
+
+
+def precision_quality(book: Book) -> Table:
+    """Small language models by each precision, the GPU's and the CPU's: perplexity, and keys that they recall."""
+    found = []
+    for place, card in (("", None), ("CPU, ", "cpu")):
+        plain = dict[int, Row]()
+        for row in book.precision("quality", card):
+            exact = plain.setdefault(row["length"], row)
+            name = "16 bits" if row["precision"] == "16-bit" else f"`{row['precision']}`"
+            more, error = ((math.exp(row[key]) - 1) * 100 for key in ("more", "standard_error"))
+            cells = [
+                f"{row['perplexity']:.4f}",
+                NOTHING if row is exact else f"{more:+.3f} ± {error:.3f}",
+                f"{row['recalled'] * 100:.0f}",
+            ]
+            found.append([f"{place}{row['length']} bytes, {name}", *cells, f"{row['digit_loss']:.4f}"])
+    return Table(["text", "perplexity of a byte", "more, %", "keys recalled, %", "loss of a digit, nats"], found)
+
+
 def decoding(book: Book) -> Table:
     """One query a row over a cache, contiguous and in pages."""
     found = []
@@ -753,6 +842,11 @@ TABLES: dict[str, Callable[[Book], Table]] = {
     "settings": settings,
     "rerope": rerope,
     "layer": layer,
+    "8-bit": eight_bits,
+    "precision-errors": precision_errors,
+    "precision-quality": precision_quality,
+    "4-bit-qk": four_bits("QK"),
+    "4-bit-pv": four_bits("PV"),
     "decoding": decoding,
     "memory": memory,
     "serving": serving,
@@ -790,6 +884,8 @@ def make(name: str, folder: Path = RESULTS) -> str:
         runs += [book.run_of(rows[0]) for rows in groups(table.beside or ())]
     marks = Marks(timed, runs)
     tables = {book: _without_empty_rows(marks.put(table)) for book, table in made.items()}
+    if not tables[card].rows and name in LATER:
+        return f"The records of the {card.card.upper()} have no row of this table yet.\n"
     if not tables[card].rows and name != "losses":
         raise SystemExit(f"the records of {card.card} have no row of table {name!r}: tools/record_all.py measures all")
     text = tables[card].render({book.card: tables[book] for book in others if tables[book].rows})

@@ -4,7 +4,8 @@ It exits with 1 if one is missed.
 
 `targets.json` has them. A value is how many times as fast "ours" is as "other" (`at_least`), or how many times its time
 "ours" takes (`at_most`), by the medians over rounds; `*` stands for every case. "best peer" is the fastest of `peers`,
-or of all; "yardstick" compares TFLOP/s with those of the same kernels on another case.
+or of all; "yardstick" compares TFLOP/s with those of the same kernels on another case. A target with a `protocol` is of
+its rows alone.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def judge(record: Record) -> Iterator[Verdict]:
             bounds = target.get("at_least") or target["at_most"]
             bound = bounds.get(case, bounds.get("*"))
             is_of = (group[0]["benchmark"], group[0]["mode"]) in ((target["benchmark"], one) for one in target["modes"])
+            is_of = is_of and target.get("protocol", group[0].get("protocol")) == group[0].get("protocol")
             if bound is not None and is_of and case not in target.get("not_cases", ()):
                 for what, value in _values(target, group):
                     yield Verdict(f"{mode}: {what}", case, value, bound, "at_least" in target)

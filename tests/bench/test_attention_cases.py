@@ -15,7 +15,7 @@ from ropewalk.bench.attention.cases import (
     direction_of,
     make_attention_inputs,
 )
-from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.bench.attention.settings import LAYERS, LEARNED, PRODUCTS, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.bench.host.bench import CASES as HOST
 from ropewalk.bench.rope.cases import CASES as ROTATIONS
 from ropewalk.frequencies import inverse_frequencies, rope_table
@@ -167,7 +167,8 @@ def test_a_caches_query_stands_at_the_last_key(device: torch.device) -> None:
 
 
 def test_settings_are_what_attention_takes(device: torch.device) -> None:
-    assert {*SCHEMES, *LEARNED, *VARIANTS, *LAYERS, "none", "rope", "rerope"} == set(SETTINGS)
+    others = {name for name, setting in SETTINGS.items() if setting.exact and "other" in name}
+    assert {*SCHEMES, *LEARNED, *VARIANTS, *LAYERS, *PRODUCTS, *others, "none", "rope", "rerope"} == set(SETTINGS)
     inputs = make_attention_inputs(CASE, device)
     for setting in SETTINGS.values():
         keywords, parameters = setting.make(CASE, device)

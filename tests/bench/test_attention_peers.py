@@ -17,7 +17,7 @@ from ropewalk.bench.attention.candidates import PAGE_SIZES, AttentionCandidate, 
 from ropewalk.bench.attention.cases import CASES, REROPE, AttentionCase, make_attention_inputs
 from ropewalk.bench.attention.gate import AttentionGate
 from ropewalk.bench.attention.peers import ATTENTION_PEERS, compile_rope
-from ropewalk.bench.attention.settings import LEARNED
+from ropewalk.bench.attention.settings import LEARNED, PRODUCTS
 from ropewalk.bench.core.load import label
 from ropewalk.bench.core.peers import find_peer
 from ropewalk.ops.attention.api import attention
@@ -61,8 +61,9 @@ def complaints(name: str, device: torch.device, *, backward: bool = True) -> lis
             if peer.why_not(case) is None:
                 torch.compiler.reset()
                 inputs = make_attention_inputs(case, device)
-                attend, both = peer.build(case, inputs), backward and case.form != "cache"
-                setting = "rerope" if peer.rerope else "none"
+                attend = peer.build(case, inputs)
+                both = backward and case.form != "cache" and peer.why_not(case, True) is None
+                setting = "rerope" if peer.rerope else "other-8bit" if peer.eight_bits else "none"
                 try:
                     verdict = AttentionGate(case, inputs).check(attend, setting, backward=both)
                 except RuntimeError as error:
@@ -362,8 +363,11 @@ class GraphTensor:
 class PyGraph:
     """cuDNN's graph of one node, by the reference: it reads and writes memory by dims, strides and offsets alone."""
 
+    io_data_type = "BFLOAT16"
+
     def __init__(self, *, io_data_type: str, intermediate_data_type: str, compute_data_type: str, handle: str) -> None:
-        assert (io_data_type, intermediate_data_type, compute_data_type) == ("BFLOAT16", "FLOAT", "FLOAT")
+        assert io_data_type == self.io_data_type
+        assert intermediate_data_type == compute_data_type == "FLOAT"
         assert handle == "handle"
 
     def tensor(self, *, name: str, dim: Any, stride: Any, data_type: str) -> GraphTensor:
@@ -434,11 +438,60 @@ class PyGraph:
             yield torch.cat([self.row_of(pages, self.memory[pages], page, size) for page in table])[:length]
 
 
-def test_cudnns_frontend_gets_graphs_that_say_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = SimpleNamespace(**{name: name for name in ("BFLOAT16", "HALF", "FLOAT", "INT32", "INT64")})
-    modes = SimpleNamespace(A="A", FALLBACK="FALLBACK")
-    contents = {"pygraph": PyGraph, "data_type": kinds, "heur_mode": modes, "create_handle": lambda: "handle"}
+class Float8PyGraph(PyGraph):
+    """Its node of e4m3 numbers: units of the operands, and of what is rounded on the way."""
+
+    io_data_type = "FP8_E4M3"
+
+    def sdpa_fp8(self, *, name: str, is_inference: bool, **node: Any) -> list[GraphTensor | None]:
+        assert is_inference
+        self.node, self.results = node, [GraphTensor(), None, GraphTensor(), GraphTensor()]
+        return self.results
+
+    def execute(self, memory: dict[GraphTensor, Tensor], workspace: Tensor, *, handle: str) -> None:
+        node, names = self.node, ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+        numbers = {name: float(memory[node[name]]) for name in names}
+        assert numbers["descale_s"] * numbers["scale_s"] == 1
+        read = {name: memory[node[name]].float() * numbers[f"descale_{name}"] for name in "qkv"}
+        out = attention(**read, causal=node.get("right_bound") == 0, scale=node["attn_scale"], impl="reference")
+        of_out, _, *largest = self.results
+        memory[of_out].copy_((out * numbers["scale_o"]).to(torch.float8_e4m3fn))
+        assert all(memory[one].shape == (1, 1, 1, 1) and memory[one].dtype == torch.float32 for one in largest)
+
+
+def stand_in_for_cudnn(monkeypatch: pytest.MonkeyPatch, graph: type[PyGraph]) -> None:
+    names = ("BFLOAT16", "HALF", "FLOAT", "FP8_E4M3", "INT32", "INT64")
+    kinds, modes = SimpleNamespace(**{name: name for name in names}), SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    contents = {"pygraph": graph, "data_type": kinds, "heur_mode": modes, "create_handle": lambda: "handle"}
     stand_in(monkeypatch, "cudnn", **contents)
+
+
+def test_cudnns_fp8_gets_scaled_numbers_and_gives_scaled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_cudnn(monkeypatch, Float8PyGraph)
+    assert complaints("cudnn_fp8", torch.device("cpu")) == []
+
+
+def test_both_sageattentions_are_called_on_inputs_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sageattn(
+        q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False, smooth_k: bool = True
+    ) -> Tensor:
+        assert tensor_layout == "NHD"
+        assert smooth_k == (not is_first)
+        if is_first:
+            assert float(k.mean(1).abs().max()) < 0.01
+        out: Tensor = attention(q, k, v, causal=is_causal, impl="reference")
+        return out
+
+    stand_in(monkeypatch, "sageattention.sm90_compile")
+    for is_first, name in ((False, "sageattention"), (True, "sageattention_1")):
+        if is_first:
+            stand_in(monkeypatch, name)
+        vars(sys.modules[name])["sageattn"] = sageattn
+        assert complaints("sageattention_1" if is_first else "sageattention_2", torch.device("cpu")) == []
+
+
+def test_cudnns_frontend_gets_graphs_that_say_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_cudnn(monkeypatch, PyGraph)
     peer, device = ATTENTION_PEERS["cudnn_frontend"], torch.device("cpu")
     assert [case.name for case in FORMS if peer.why_not(case, True) is not None] == ["cache"]  # not cut into pages
     assert complaints("cudnn_frontend", device) == []
@@ -493,6 +546,7 @@ def test_every_candidate_is_judged_by_its_setting(device: torch.device) -> None:
     assert labels["fwd"] == labels["bwd"] == ["reference", "sdpa_flash"]
     assert labels["train"] == [*inside, *outside, "sdpa_flash + compiled rope"]
     assert labels["memory"] == inside
+    assert labels["8bit-fwd"] == [f"reference{more}" for more in (" + rope", "", *(f" + {x}" for x in PRODUCTS))]
     assert labels["rerope-fwd"] == labels["rerope-train"] == []
     schemes = ["reference + alibi", "reference + exposb", "reference + exposb-decay", "reference + t5"]
     assert labels["schemes-fwd"] == labels["schemes-bwd"] == ["reference", *schemes]
@@ -502,6 +556,18 @@ def test_every_candidate_is_judged_by_its_setting(device: torch.device) -> None:
     with nothing_compiled(device):
         for candidates in (found[mode] for mode in ("train", "schemes-fwd", "variants-fwd", "learned-bwd")):
             check_candidates(gate, candidates, backward=True)
+        check_candidates(gate, found["8bit-fwd"], backward=False)
+
+
+def test_8_bit_libraries_are_held_against_8_bit_products_alone() -> None:
+    inputs, names = make_attention_inputs(SMALL, torch.device("cpu")), ("sageattention_1", "cudnn_frontend", "flex")
+    found = candidates_of(SMALL, inputs, ("reference",), [ATTENTION_PEERS[name] for name in names])
+    peers = {mode: [name_of(one) for one in of if one.kind == "peer"] for mode, of in found.items()}
+    assert peers["fwd"] == ["cudnn_frontend", "flex"]
+    plain = ["cudnn_frontend", "sageattention_1"]
+    assert peers["8bit-fwd"] == [*plain, *(f"{name} + compiled rope" for name in plain)]
+    settings = [one.setting for one in found["8bit-fwd"] if one.kind == "peer"]
+    assert settings == ["none", "other-8bit", "rope", "rope-other-8bit"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -15,7 +15,15 @@ from pathlib import Path
 import torch
 
 from ropewalk.bench.attention.candidates import COMPILED, AttentionCandidate, candidates_of, our_candidate
-from ropewalk.bench.attention.cases import ALIASES, CASES, MODES, AttentionCase, direction_of, make_attention_inputs
+from ropewalk.bench.attention.cases import (
+    ALIASES,
+    CASES,
+    EIGHT_BITS,
+    MODES,
+    AttentionCase,
+    direction_of,
+    make_attention_inputs,
+)
 from ropewalk.bench.attention.gate import AttentionGate
 from ropewalk.bench.attention.peers import ATTENTION_PEERS
 from ropewalk.bench.core.load import Record, Row
@@ -105,7 +113,8 @@ class AttentionBench(Bench):
                 source = torch.randn(read // 4, device=device).bfloat16()
                 calls[COPY] = functools.partial(torch.empty_like(source).copy_, source)
                 rows[COPY] = new_row(case, mode, COPY, "anchor")
-            protocols = self.options.protocols or (("hot", "cool") if mode in ("fwd", "bwd") else ("hot",))
+            both = mode in ("fwd", "bwd", EIGHT_BITS)
+            protocols = self.options.protocols or (("hot", "cool") if both else ("hot",))
             for protocol in protocols if right else ():
                 samples = time_bursts(calls, device, PROTOCOLS[protocol], rounds=self.options.rounds)
                 for name, times in samples.items():

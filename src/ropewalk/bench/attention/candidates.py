@@ -15,10 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk.bench.attention.cases import BASE, LAYER, REROPE, AttentionCase, AttentionInputs, direction_of
+from ropewalk.bench.attention.cases import (
+    BASE,
+    EIGHT_BITS,
+    LAYER,
+    REROPE,
+    AttentionCase,
+    AttentionInputs,
+    direction_of,
+)
 from ropewalk.bench.attention.gate import Attend, AttentionGate
 from ropewalk.bench.attention.peers import compile_rope
-from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.bench.attention.settings import LAYERS, LEARNED, PRODUCTS, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.runner import Candidate
 from ropewalk.bench.core.timing import Call
@@ -29,12 +37,14 @@ from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.api import attention, explain_choice, make_call
 from ropewalk.ops.attention.backends import ORDER, measured_order
 from ropewalk.ops.attention.libraries.flash import flash_version
+from ropewalk.ops.launch.steps import AT_ONCE
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.schemes import Rope
 
 AUTO = "auto"  # impl=None
 COMPILED = "compiled rope"  # PyTorch's, for the peers
 PAGE_SIZES = (64, 16)  # of paged caches
+BESIDE_8_BITS = ("cudnn_frontend", "flash_attn_4", "flash_attn_3")  # the 16-bit libraries, where they are installed
 # q, k and v -> what the timed call takes: of `rerope_attention` near and far queries, near and far keys, and values.
 Before = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -103,13 +113,14 @@ def candidates_of(
         return [our_candidate(case, inputs, impl, setting, **more) for impl in of for setting in settings]
 
     def peer_candidate(peer: Peer) -> AttentionCandidate:
-        setting = "rerope" if peer.rerope else "none"
+        setting = "rerope" if peer.rerope else "other-8bit" if peer.eight_bits else "none"
 
         def choose(backward: bool) -> tuple[str | None, str | None]:
             return None, peer.why_not(case, backward)
 
         build = functools.cache(functools.partial(peer.build, case, inputs))
-        return AttentionCandidate(case, inputs, peer.name, setting, setting, "peer", choose, build)
+        position = "rerope" if peer.rerope else "none"
+        return AttentionCandidate(case, inputs, peer.name, position, setting, "peer", choose, build)
 
     def rotate_first(build: Callable[[], Attend]) -> Attend:
         rotation, attend = rotate(), build()
@@ -121,11 +132,15 @@ def candidates_of(
         q, k = apply_rope(q[None], k[None], inputs.cos, inputs.sin)  # one batch row, with a row of the tables a token
         return q[0], k[0], v
 
-    alone, with_rerope = ([peer_candidate(peer) for peer in peers if peer.rerope == own] for own in (False, True))
-    with_rope = [
-        replace(peer, position=COMPILED, setting="rope", build=functools.partial(rotate_first, peer.build))
-        for peer in alone
-    ]
+    def rotated(peer: AttentionCandidate) -> AttentionCandidate:
+        setting = "rope" if peer.setting == "none" else f"rope-{peer.setting}"
+        return replace(peer, position=COMPILED, setting=setting, build=functools.partial(rotate_first, peer.build))
+
+    with_rerope = [peer_candidate(peer) for peer in peers if peer.rerope]
+    alone = [peer_candidate(peer) for peer in peers if not peer.rerope and not peer.eight_bits]
+    eight_bits = [peer_candidate(peer) for peer in peers if peer.eight_bits]
+    eight_bits = [*(peer for peer in alone if peer.impl in BESIDE_8_BITS), *eight_bits]
+    with_rope = [rotated(peer) for peer in alone]
     in_kernel, kernels = ours("rope", of=(AUTO, *impls)), ours("none")
     if case.form == "cache":
         pages = {f"rope, pages of {size}": ours("rope", **_paged(inputs, size)) for size in PAGE_SIZES}
@@ -139,6 +154,12 @@ def candidates_of(
         ("schemes-fwd", "schemes-bwd"): [*kernels, *ours(*SCHEMES)],
         ("variants-fwd", "variants-bwd"): [*kernels, *ours(*VARIANTS)],
         ("learned-bwd",): [*kernels, *ours(*LEARNED)],
+        (EIGHT_BITS,): [
+            *ours("rope", "none", *PRODUCTS),
+            *(_kernel_alone(case, inputs, name) for name in ("int8", "int8-fp8") if "gluon" in impls),
+            *eight_bits,
+            *map(rotated, eight_bits),
+        ],
         REROPE: [*_two_ranges(case, inputs, impls), *with_rerope] if modes & {*REROPE} else [],
         ("memory",): in_kernel if case.far_window is None else [*in_kernel, *ours("rerope")],
     }
@@ -176,6 +197,28 @@ def our_candidate(
             return None, str(error)
 
     return AttentionCandidate(case, inputs, impl, setting, setting, "ours", choose, lambda: attend, parameters)
+
+
+def _kernel_alone(case: AttentionCase, inputs: AttentionInputs, precision: str) -> AttentionCandidate:
+    """Make the candidate of Hopper's kernel of 8-bit products on operands that are quantised before."""
+    whole = our_candidate(case, inputs, "gluon", precision)
+
+    def build() -> Attend:
+        from ropewalk.ops.attention.hopper import launch_8bit
+        from ropewalk.ops.attention.quantise.launch import quantise
+        from ropewalk.ops.attention.triton.launch_common import begin_forward
+
+        call = make_call(inputs.q, inputs.k, inputs.v, causal=case.causal, precision=precision)
+        operands = quantise(call, AT_ONCE, permuted=True)
+        out, values, saved, _ = begin_forward(call, AT_ONCE)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            launch_8bit.attend(call, operands, values, out, saved.lse, AT_ONCE)
+            return out.transpose(1, 2)
+
+        return attend
+
+    return replace(whole, position=f"{precision}, kernel alone", build=functools.cache(build))
 
 
 def _two_ranges(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> list[AttentionCandidate]:

@@ -26,6 +26,7 @@ MODES = {
     "rerope-train": "ReRoPE, attention and both their backwards",
     "layer-fwd": "what today's layers have around attention: QK-norm, RoPE of half the features, output gate; forward",
     "layer-train": "the same, with all their backwards",
+    "8bit-fwd": "8-bit products beside 16-bit ones, with RoPE and without; forward",
     "decode": "one query for each row of a cache of rotated keys, RoPE of the query included",
     "memory": "bytes held at the peak of RoPE, attention and both their backwards",
 }
@@ -33,6 +34,7 @@ _DIRECTIONS = {"decode": "fwd", "memory": "train"}  # of the modes whose names d
 _KERNELS = ("fwd", "bwd", "train")
 REROPE = ("rerope-fwd", "rerope-train")
 LAYER = ("layer-fwd", "layer-train")
+EIGHT_BITS = "8bit-fwd"
 BASE = 10000.0
 
 
@@ -139,21 +141,23 @@ class AttentionCase:
 
 
 _SCHEMES = (*_KERNELS, "schemes-fwd", "schemes-bwd", "variants-fwd", "variants-bwd")
-_ALL = (*_SCHEMES, "learned-bwd")
+_ALL = (*_SCHEMES, "learned-bwd", EIGHT_BITS)
+_MORE = (*_KERNELS, EIGHT_BITS)
 _TRAIN = ("train",)
 _DECODE = AttentionCase("decode-8k-d128", 64, 8192, 32, 8, 128, True, modes=("decode",), form="cache", shortest=1024)
 _REROPE = AttentionCase("rerope-8k-d64", 1, 8192, 32, 32, 64, True, modes=REROPE, far_window=2048)  # of its source
 _PACKED = AttentionCase("packed-4k-d128", 64, 4096, 32, 8, 128, True, modes=_TRAIN, form="packed", shortest=128)
 _MLA = AttentionCase("mla-8k-d192", 1, 8192, 16, 16, 192, True, v_head_dim=128)
 CASES: tuple[AttentionCase, ...] = (
-    AttentionCase("causal-16k-d128", 1, 16384, 32, 32, 128, True),
-    AttentionCase("full-4k-d128", 4, 4096, 32, 32, 128),
+    AttentionCase("causal-16k-d128", 1, 16384, 32, 32, 128, True, modes=_MORE),
+    AttentionCase("full-4k-d128", 4, 4096, 32, 32, 128, modes=_MORE),
     AttentionCase("causal-4k-d128", 4, 4096, 32, 32, 128, True, modes=_ALL),
-    AttentionCase("gqa-8k-d128", 2, 8192, 32, 8, 128, True),
+    AttentionCase("gqa-8k-d128", 2, 8192, 32, 8, 128, True, modes=_MORE),
     AttentionCase("causal-2k-d128", 8, 2048, 32, 32, 128, True),
-    AttentionCase("causal-8k-d64", 1, 8192, 32, 32, 64, True, modes=_SCHEMES),
-    AttentionCase("full-4k-d64", 4, 4096, 32, 32, 64),
-    AttentionCase("gqa-16k-d256", 1, 16384, 16, 4, 256, True),
+    AttentionCase("causal-8k-d64", 1, 8192, 32, 32, 64, True, modes=(*_SCHEMES, EIGHT_BITS)),
+    AttentionCase("full-4k-d64", 4, 4096, 32, 32, 64, modes=_MORE),
+    AttentionCase("gqa-16k-d256", 1, 16384, 16, 4, 256, True, modes=_MORE),
+    AttentionCase("full-8k-d256", 1, 8192, 16, 16, 256, modes=(EIGHT_BITS,)),
     AttentionCase("gqa-8k-d256", 2, 8192, 24, 4, 256, True),
     AttentionCase("bert-512", 32, 512, 12, 12, 64),
     AttentionCase("bert-512-lengths", 32, 512, 12, 12, 64, padded=True, modes=_TRAIN),

@@ -7,6 +7,7 @@ are, (B, T, H, D) or (total, H, D) in memory; a graph names their axes (B, H, T,
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,17 @@ from torch import Tensor
 
 from ropewalk.bench.attention.cases import AttentionCase, AttentionInputs
 
-_DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", torch.int32: "INT32", torch.int64: "INT64"}
+_DTYPES = {
+    torch.bfloat16: "BFLOAT16",
+    torch.float16: "HALF",
+    torch.float32: "FLOAT",
+    torch.float8_e4m3fn: "FP8_E4M3",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+}
 _PACKED_MULTIPLE = 64  # of the packed tokens for which a backward has room
+_SCALE_OF_P = 256.0  # probabilities are at most 1: within the range of e4m3
+_LARGEST = ("amax_s", "amax_o")  # results that come with an output in e4m3
 
 
 class CudnnGraphs:
@@ -95,15 +105,57 @@ class CudnnGraphs:
         return graph.build()
 
 
+class Float8Graph(CudnnGraphs):
+    """A forward of e4m3 numbers, whose output has that type too: on Hopper there is no other.
+
+    The scales of tensors are known before a call, as those that are delayed are in training: of a call before. Queries
+    and keys may be rotated, which makes a number √2 times as large at most.
+    """
+
+    def __init__(self, lib: Any, case: AttentionCase, inputs: AttentionInputs) -> None:
+        super().__init__(lib, case, inputs, 1)
+        margins = zip((inputs.q, inputs.k, inputs.v), (math.sqrt(2), math.sqrt(2), 1.0), strict=True)
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        self.scales = [float(largest / (x.abs().max().float() * margin)) for x, margin in margins]
+        # An output is a mean of values: none is larger than the largest of these.
+        out_scale = self.scales[2]
+        self.out_unit = 1 / out_scale
+        units = {f"descale_{name}": 1 / scale for name, scale in zip("qkv", self.scales, strict=True)}
+        self.numbers = {**units, "descale_s": 1 / _SCALE_OF_P, "scale_s": _SCALE_OF_P, "scale_o": out_scale}
+        self.execute = self._build_float8()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = {"q": q, "k": k, "v": v, "out": torch.empty_like(q)}
+        self.execute({**found, **{name: q.new_empty(1, 1, 1, 1, dtype=torch.float32) for name in _LARGEST}})
+        return found["out"]
+
+    def _build_float8(self) -> Callable[[dict[str, Tensor]], None]:
+        graph = _Graph(self, torch.float8_e4m3fn)
+        q, k, v = map(graph.describe, "qkv")
+        numbers = {
+            name: graph.constant(name, torch.full((1, 1, 1, 1), value, device=self.device))
+            for name, value in self.numbers.items()
+        }
+        options = {"attn_scale": self.case.head_dim**-0.5, **({"right_bound": 0} if self.case.causal else {})}
+        out, _, *largest = graph.node.sdpa_fp8(q=q, k=k, v=v, is_inference=True, name="attention", **numbers, **options)
+        graph.result("out", out)
+        for name, tensor in zip(_LARGEST, largest, strict=True):
+            tensor.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1))
+            tensor.set_data_type(self.lib.data_type.FLOAT)
+            graph.tensors[name] = tensor
+        return graph.build()
+
+
 class _Graph:
     """A graph under construction: its tensors by name, and those that every call has alike."""
 
-    def __init__(self, of: CudnnGraphs) -> None:
+    def __init__(self, of: CudnnGraphs, dtype: torch.dtype | None = None) -> None:
         self.of, self.case, self.lib = of, of.case, of.lib
+        self.dtype = dtype or of.case.torch_dtype
         kinds = self.lib.data_type
         self.handle = _handle(self.lib)
         self.node = self.lib.pygraph(
-            io_data_type=self._kind(self.case.torch_dtype),
+            io_data_type=self._kind(self.dtype),
             intermediate_data_type=kinds.FLOAT,
             compute_data_type=kinds.FLOAT,
             handle=self.handle,
@@ -130,7 +182,7 @@ class _Graph:
     def describe(self, name: str) -> Any:
         """Add an argument."""
         dims, strides, _ = self._layout(name)
-        kind = self.lib.data_type.FLOAT if name == "stats" else self._kind(self.case.torch_dtype)
+        kind = self.lib.data_type.FLOAT if name == "stats" else self._kind(self.dtype)
         self.tensors[name] = self.node.tensor(name=name, dim=dims, stride=strides, data_type=kind)
         self._pack(name)
         return self.tensors[name]
@@ -139,7 +191,7 @@ class _Graph:
         """Name a result, and say where it lies in memory."""
         dims, strides, _ = self._layout(name)
         tensor.set_output(True).set_dim(dims).set_stride(strides)
-        tensor.set_data_type(self.lib.data_type.FLOAT if name == "stats" else self._kind(self.case.torch_dtype))
+        tensor.set_data_type(self.lib.data_type.FLOAT if name == "stats" else self._kind(self.dtype))
         self.tensors[name] = tensor
         self._pack(name)
 

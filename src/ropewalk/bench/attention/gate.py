@@ -3,6 +3,7 @@
 The truth is the reference in float64, on slices: of a dense batch the first row with the first key head and the query
 heads that share it, and the last with the last; of packed sequences and of caches every one, as if it were alone, with
 some key head. Parameters' gradients are sums over the batch, and what is dropped goes by index: there it is the whole.
+8-bit products have a bound of their own, of the error's norm over that of the output.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class AttentionGate:
         self.case, self.inputs = case, inputs
         # By setting: of each slice and result, its index, and the truth and the budget of each stretch.
         self._known: dict[str, list[tuple[_Slice, int, list[tuple[Tensor, float]]]]] = {}
+        self._outputs: dict[str, list[tuple[_Slice, Tensor]]] = {}  # by setting: each slice and its exact output
 
     def check(self, candidate: Attend, setting: str, *, backward: bool, parameters: Sequence[Tensor] = ()) -> Verdict:
         """Run `candidate` once on copies and compare; every exception of the implementation is let through.
@@ -61,6 +63,8 @@ class AttentionGate:
         for name, result, like in zip(names, results, (self.inputs.grad, *originals, *parameters), strict=False):
             if result.shape != like.shape:
                 return Verdict(math.inf, 0.0, f"{name} has shape {tuple(result.shape)}")
+        if SETTINGS[setting].exact is not None:
+            return self._check_products(results[0], SETTINGS[setting])
         if setting not in self._known:
             self._known[setting] = list(self._expect(SETTINGS[setting]))
         found = []
@@ -75,6 +79,21 @@ class AttentionGate:
                 complaint = None if is_within(error, budget) else f"the error of {names[index]} is past the budget"
                 found.append((share, Verdict(error, budget, complaint)))
         return max(found, key=lambda one: one[0])[1]
+
+    def _check_products(self, out: Tensor, setting: Setting) -> Verdict:
+        """Hold an output of 8-bit products against the relative error that these may have."""
+        exact, bound = setting.exact, setting.largest_error
+        assert exact is not None
+        if exact not in self._outputs:
+            plain = SETTINGS[exact]
+            self._outputs[exact] = [
+                (at, self._compute(plain, at, torch.float64, backward=False)[0]) for at in self._slices(plain)
+            ]
+        error = worst(
+            float((self._cut(at, 0, out).double() - truth).norm() / truth.norm()) for at, truth in self._outputs[exact]
+        )
+        complaint = None if is_within(error, bound) else "the relative error of the output is past the bound"
+        return Verdict(error, bound, complaint)
 
     def _cut(self, at: _Slice, index: int, x: Tensor) -> Tensor:
         """Cut from the output, or from the gradient that `_NAMES` has at `index`, or from a tensor of its shape."""
@@ -109,11 +128,12 @@ class AttentionGate:
                 pairs = zip(*(_chunk(index, x) for x in both), strict=True)
                 yield at, index, [(truth, error_budget(truth, x.to(dtype), _ROUNDINGS)) for truth, x in pairs]
 
-    def _compute(self, setting: Setting, at: _Slice, dtype: torch.dtype) -> list[Tensor]:
+    def _compute(self, setting: Setting, at: _Slice, dtype: torch.dtype, *, backward: bool = True) -> list[Tensor]:
         """Compute the reference's output and gradients in `dtype`."""
         case, inputs, lengths = self.case, self.inputs, self.inputs.key_lengths
         originals = enumerate((inputs.q, inputs.k, inputs.v), 1)
-        q, k, v = leaves = [self._cut(at, index, x).to(dtype).detach().requires_grad_() for index, x in originals]
+        leaves = [self._cut(at, index, x).to(dtype).detach().requires_grad_(backward) for index, x in originals]
+        q, k, v = leaves
         drawn = (x.to(dtype) if setting.is_layer else x[..., at[3]] for x in setting.draw(case))
         parameters = [x.to(q.device).requires_grad_(setting.learned) for x in drawn]
         keywords = setting.keywords_of(case, *parameters)
@@ -131,6 +151,8 @@ class AttentionGate:
                 torch.manual_seed(0)
                 call = call._replace(seed=torch.randint(2**63 - 1, (1,), device=q.device))  # as `attention` draws it
             out = attend(call)[0].transpose(1, 2)
+        if not backward:
+            return [out.detach()]
         wanted = [*leaves, *parameters] if setting.learned else leaves
         grads = torch.autograd.grad(out, wanted, self._cut(at, 0, inputs.grad).to(dtype))
         return [out.detach(), *grads]

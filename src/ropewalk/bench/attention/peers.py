@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ropewalk.bench.attention.cases import AttentionCase, AttentionInputs
-from ropewalk.bench.attention.cudnn_graph import CudnnGraphs
+from ropewalk.bench.attention.cudnn_graph import CudnnGraphs, Float8Graph
 from ropewalk.bench.attention.gate import Attend
 from ropewalk.bench.rope.gate import rotate_plainly
 from ropewalk.bench.rope.peers import compile_whole, peers_of
@@ -173,6 +174,32 @@ def _cudnn_graph(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Atte
     return CudnnGraphs(lib, case, inputs, _PAGE).attend
 
 
+def _cudnn_float8(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    """Build a product of e4m3 numbers, with all that turns 16-bit tensors into them and back."""
+    graph, float8 = Float8Graph(lib, case, inputs), torch.float8_e4m3fn
+    largest = torch.finfo(float8).max
+
+    def quantise(*x: Tensor) -> tuple[Tensor, ...]:
+        scaled = (one.float() * scale for one, scale in zip(x, graph.scales, strict=True))
+        return tuple(one.clamp(-largest, largest).to(float8) for one in scaled)
+
+    first: Callable[..., tuple[Tensor, ...]] = compile_whole(quantise)
+    last: Callable[..., Tensor] = compile_whole(lambda out: (out.float() * graph.out_unit).to(case.torch_dtype))
+    return lambda q, k, v: last(graph.attend(*first(q, k, v)))
+
+
+def _sage(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    """Build SageAttention's call, with its own quantisation.
+
+    Version 1 takes the mean of keys off in place: here that is done before, by the same operations.
+    """
+    attend = import_module(lib.__name__.partition(".")[0]).sageattn
+    options = {"tensor_layout": "NHD", "is_causal": case.causal}
+    if lib.__name__ == "sageattention_1":
+        return lambda q, k, v: attend(q, k - k.mean(1, keepdim=True), v, smooth_k=False, **options)
+    return lambda q, k, v: attend(q, k, v, **options)
+
+
 def _huggingface(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
     """Build the call of attn_implementation="eager"; its mask is added to the scores."""
     module = SimpleNamespace(num_key_value_groups=case.group, training=False)
@@ -227,6 +254,7 @@ def _limits(case: AttentionCase, backward: bool = False) -> dict[str, Any]:
         "dtype": case.dtype not in ("float16", "bfloat16") and "float16 and bfloat16 alone",
         "square": len(dims) > 1 and "one head dim for keys and values",
         "dims": dims not in ({64}, {128}, {256}) and "one head dim for keys and values, of 64, 128 and 256",
+        "narrow": case.head_dim > 128 and "head dims up to 128 alone",
         "grouped": case.group > 1 and "heads that share keys are supported forward alone",
         "slow": case.score_gib > SLOW_GIB and f"its whole matrices take {gib}, of {SLOW_GIB} that it may take",
         "fits": case.score_gib > MOST_GIB and f"its whole matrices do not fit: {gib}, of {MOST_GIB} that it may take",
@@ -234,6 +262,7 @@ def _limits(case: AttentionCase, backward: bool = False) -> dict[str, Any]:
     }
 
 
+_8_BIT = "forward whole dtype square narrow windowless"
 _FLASH_2, _LLAMA = "flash_attn.flash_attn_interface", "transformers.models.llama.modeling_llama"
 _flash_4 = partial(_flash, "flash_attn_varlen_func", "seqused_k")
 _flash_2 = partial(_flash, "flash_attn_with_kvcache", "cache_seqlens")
@@ -251,5 +280,9 @@ ATTENTION_PEERS = peers_of(
     ("huggingface", _LLAMA, "transformers", False, "unpacked slow", _huggingface),
     ("sdpa_flash", "torch", "torch", False, "dense square windowless unpadded", partial(_sdpa, "sdpa_flash")),
     ("sdpa_default", "torch", "torch", False, "default", partial(_sdpa, "sdpa_default")),
-    ("eager", "torch", "torch", False, "rerope fits", _eager, True),
+    # Both versions of SageAttention have one module: the older one is looked for under a name of its own.
+    ("sageattention_2", "sageattention.sm90_compile", "sageattention", True, _8_BIT, _sage, "8-bit"),
+    ("sageattention_1", "sageattention_1", "sageattention_1", True, _8_BIT, _sage, "8-bit"),
+    ("cudnn_fp8", "cudnn", "nvidia-cudnn-frontend", True, _8_BIT, _cudnn_float8, "8-bit"),
+    ("eager", "torch", "torch", False, "rerope fits", _eager, "rerope"),
 )

@@ -24,6 +24,9 @@ class Setting(NamedTuple):
     learned: bool = False  # whether the parameters get gradients
     by_index: bool = False  # whether it matters which row and head of the whole tensors it is that is computed
     is_layer: bool = False
+    # Of 8-bit products: the setting that has the exact result, and the largest relative error of an output.
+    exact: str | None = None
+    largest_error: float = 0.0
 
     def make(self, case: AttentionCase, device: torch.device) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
         """Return the keywords for a case, and those parameters in them that get gradients."""
@@ -56,6 +59,10 @@ def _weights(case: AttentionCase) -> tuple[Tensor, ...]:
     return tuple(_normal(2, case.head_dim, around=0))
 
 
+def _products(exact: str, largest_error: float, **keywords: Any) -> Setting:
+    return Setting(lambda case: keywords, exact=exact, largest_error=largest_error)
+
+
 _ALIBI = _scheme(Alibi, lambda case: (alibi_slopes(case.q_heads),))
 _T5 = _scheme(lambda table: T5Bias(table, bidirectional=False), lambda case: (_normal(32, case.q_heads),))
 SETTINGS: dict[str, Setting] = {
@@ -76,11 +83,20 @@ SETTINGS: dict[str, Setting] = {
     # Scores of a scale of 1/√D would hardly be capped.
     "softcap": Setting(lambda case: {"softcap": 50.0, "scale": 1.0}),
     "sinks": Setting(lambda case, sinks: {"sinks": sinks}, lambda case: (_normal(case.q_heads),), learned=True),
+    **{
+        f"{prefix}{name}": _products(exact, largest, precision=name, **position)
+        for name, largest in (("int8", 0.013), ("int8-fp8", 0.04))
+        for prefix, exact, position in (("", "none", {}), ("rope-", "rope", {"position": Rope(BASE)}))
+    },
+    # Of other libraries, which state no bound: past it a result is taken for another computation.
+    "other-8bit": _products("none", 0.1),
+    "rope-other-8bit": _products("rope", 0.1, position=Rope(BASE)),
     "half-rope": Setting(_layer, is_layer=True),
     "norm": Setting(lambda case, *weights: _layer(case, None, *weights), _weights, learned=True, is_layer=True),
     "gate": Setting(_layer, _gate, learned=True, is_layer=True),
     "norm-gate": Setting(_layer, lambda case: _gate(case) + _weights(case), learned=True, is_layer=True),
 }
+PRODUCTS = ("rope-int8", "rope-int8-fp8", "int8", "int8-fp8")
 LAYERS = ("half-rope", "norm", "gate", "norm-gate")
 SCHEMES = ("alibi", "exposb", "exposb-decay", "t5")
 LEARNED = ("alibi", "alibi-learned", "exposb", "exposb-bands-learned", "t5", "t5-learned")

@@ -43,6 +43,9 @@ COLOURS = {
     "flash": "#c23b4b",
     "compiled RoPE + sdpa": "#b0b0b0",
     "cudnn_frontend": "#a4c639",
+    "cudnn_fp8": "#7a9a01",
+    "sageattention_1": "#d4b483",
+    "sageattention_2": "#c08a3e",
 }
 _MARKERS = "osD^vPX"
 # The rows of a unit that were timed together -> the value of each one; None: it is not drawn.

@@ -31,18 +31,17 @@ class Peer(Library):
     why_not: Callable[..., str | None]  # of a case, and of the rotation's mode: why it is not supported
     build: Callable[..., Any]  # of a case and its inputs, and of whether a rotation is differentiated: the call
     rerope: bool = False  # of attention: whether it supports ReRoPE, and nothing else
+    eight_bits: bool = False  # of attention: whether its products are of 8 bits
 
 
 def peers_of(limits: Callable[..., dict[str, Any]], *rows: tuple[Any, ...]) -> dict[str, Peer]:
     """Make peers of rows: name, module, distribution, whether it needs a GPU, names of limits, and an adapter.
 
     `limits` has by name the reason against a case, or a false value; the first that holds counts. The adapter builds
-    the call, of the imported module before its other arguments.
+    the call, of the imported module before its other arguments. A row of attention may end with "rerope" or "8-bit".
     """
 
-    def make(
-        name: str, module: str, distribution: str, gpu: bool, named: str, adapt: Any, rerope: bool = False
-    ) -> Peer:
+    def make(name: str, module: str, distribution: str, gpu: bool, named: str, adapt: Any, kind: str = "") -> Peer:
         def why_not(*case: Any) -> str | None:
             known = limits(*case)
             return next((known[limit] for limit in named.split() if known[limit]), None)
@@ -50,7 +49,7 @@ def peers_of(limits: Callable[..., dict[str, Any]], *rows: tuple[Any, ...]) -> d
         def build(*arguments: Any) -> Any:
             return adapt(importlib.import_module(module), *arguments)
 
-        return Peer(name, module, distribution, gpu, why_not, build, rerope)
+        return Peer(name, module, distribution, gpu, why_not, build, kind == "rerope", kind == "8-bit")
 
     return {row[0]: make(*row) for row in rows}
 
