@@ -72,7 +72,9 @@ def test_every_kernel_has_figures_and_is_in_the_index():
         (found, "ops" in path.parts)
         for path in SOURCES.rglob("*.py")
         for found in re.findall(
-            r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE
+            r"^@(?:triton|gluon)\.jit(?:\(\n(?:  .*\n)*\))?.*\ndef (\w+_kernel)\(",
+            path.read_text(encoding="utf-8"),
+            re.MULTILINE,
         )
     }
     of_ops = {found for found, is_of_ops in kernels if is_of_ops}
