@@ -42,7 +42,7 @@ LAYERS = {
     "ops.attention.quantise.reference",
     "ops.attention.blocks": "ops.launch ops.attention.call ops.attention.backend ops.attention.triton.tiles",
     "ops.attention.gate": "ops.launch ops.attention.backend ops.attention.plans ops.attention.triton.tiles",
-    "ops.attention.quantise": "ops.launch ops.attention.call ops.attention.tables "
+    "ops.attention.quantise": "ops.launch ops.cache.formats ops.attention.call ops.attention.tables "
     "ops.attention.triton.launch_common ops.attention.triton.scheduler ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "ops.launch ops.rope.launch ops.rope.norm schemes ops.attention ops.attention.backends "

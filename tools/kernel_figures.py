@@ -613,8 +613,9 @@ def render(page: str, figures: dict[str, Any]) -> str:
 
 def _render_hopper(page: str, figures: dict[str, Any]) -> str:
     lines = [
-        f"Compiled by Triton {figures['triton']} for sm_90. A tile is so many queries × keys, in so many stages of"
-        " loads (s), and its consumers take at most r registers a thread, whatever the binary starts with.",
+        f"Compiled by Triton {figures['triton']} for sm_90.",
+        "A tile is so many queries × keys, in so many stages of loads (s).",
+        "Its consumers take at most r registers a thread, whatever the binary starts with.",
         "",
         "| kernel | tile | registers of a thread at the start | bytes of spills of a thread | KiB of shared memory |",
         "| --- | --- | --- | --- | --- |",

@@ -124,21 +124,22 @@ def test_results_are_those_of_the_definition(device: torch.device, impl: str, na
 
 
 @on_gpu
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("precision", MOST)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("kind", ["mean", "no mean", "sink"])
 def test_long_sums_are_those_of_the_definition(
-    device: torch.device, head_dim: int, precision: str, has_sink: bool
+    device: torch.device, impl: str, head_dim: int, precision: str, kind: str
 ) -> None:
-    """Values have a mean, which a short accumulator would shrink; or the first key has most weight, and no value."""
+    """A short accumulator shrinks sums: small ones of values without a mean, too; or the first key has most weight."""
     tensors, keywords = make(device, "dense", causal=True, queries=128, keys=32768, head_dim=head_dim)
     q, k, v = tensors
-    v += 0.5
-    if has_sink:  # at 9 nats
+    v += -0.5 if kind == "no mean" else 0.5  # to those of `make`, whose mean is 0.5
+    if kind == "sink":  # at 9 nats
         q[..., 0], k[..., 0] = 4, 0
         k[:, 0], v[:, 0] = 0, v[:, 0] * 0.01
         k[:, 0, :, 0] = 9 / 4 * head_dim**0.5
-    out, lse, _ = run("triton", tensors, precision=precision, **keywords)
+    out, lse, _ = run(impl, tensors, precision=precision, **keywords)
     expected, expected_lse, _ = define(tensors, precision=precision, **keywords)
     assert error(out, expected) <= MOST[precision]
     torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=0)

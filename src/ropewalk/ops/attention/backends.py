@@ -224,6 +224,8 @@ def explain(call: AttentionCall, impl: str | None) -> Choice:
         rest = f"impl is {impl!r}"
     elif device.type != "cuda":
         rest = "it is no faster here, or for tests alone"
+    elif call.precision is not None:
+        rest = "it is expected to be slower; its 8-bit products were not measured"
     elif _rules(device):
         rest = "it is slower here, by measurement"
     else:

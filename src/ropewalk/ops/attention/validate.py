@@ -148,14 +148,14 @@ def validate(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attention
     call = (_validate_over_cache if is_over_cache else _validate)(q, k, v, arguments)
     _check_pages(call)
     if arguments.precision is not None:
+        products = as_products(arguments.precision)
         _check_precision(arguments)
-        call = call._replace(precision=precision_of(as_products(arguments.precision)))
+        call = call._replace(precision=precision_of(products))
     return call
 
 
 def _check_precision(arguments: Arguments) -> None:
     """Raise if a call with 8-bit products has what they do not go with."""
-    as_products(arguments.precision)
     others = {
         "dropout_p above 0": arguments.dropout_p > 0,
         "block_table": arguments.block_table is not None,

@@ -49,6 +49,7 @@ from ropewalk.ops.attention.hopper.softmax_8bit import (
     unpack_p,
 )
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, sum_in_threads
+from ropewalk.ops.attention.quantise import call as quantise
 from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags
 from ropewalk.ops.attention.triton.masking import (
     ALL,
@@ -63,8 +64,8 @@ from ropewalk.ops.attention.triton.masking import (
 from ropewalk.ops.attention.triton.softmax import logit_factor
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, load_sigmoid, params_of_head
 
-BLOCK = gl.constexpr(128)  # keys whose values share a unit, as `quantise.call.BLOCK`
-GROUPS = gl.constexpr(4)  # of keys of a block, each with a unit
+BLOCK = gl.constexpr(quantise.BLOCK)
+GROUPS = gl.constexpr(quantise.GROUPS)
 
 
 class RangeUnits(NamedTuple):
@@ -103,8 +104,8 @@ def _s_layout(n):
 
 
 @gluon.constexpr_function
-def _o_layout(n, is_e4m3):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 32 if is_e4m3 else 16])
+def _o_layout(n, IS_E4M3):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 32 if IS_E4M3 else 16])
 
 
 @gluon.constexpr_function

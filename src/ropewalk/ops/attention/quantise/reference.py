@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ropewalk.ops.attention.call import AttentionCall, FarQK, existing, token_indices
 from ropewalk.ops.attention.quantise.call import BLOCK, Quantized, QuantizedKeys, QuantizedQueries, QuantizedValues
+from ropewalk.ops.cache.formats import FP8_MAX, INT8_MAX
 
-INT8_MAX, E4M3_MAX = 127, 448
 LEAST_UNIT = 2.0**-40
 FIRST_KEYS, SAMPLED_KEYS = 128, 256  # whose mean is taken off
 
@@ -141,12 +141,12 @@ def quantise_values(v: Tensor, rows: KeyRows, causal: bool, centre: bool) -> Qua
         v = v - _spread(mean, rows.sequences_k)[:, :, 0]
     v = to_blocks(v, rows)
     blocks = v.unflatten(2, (rows.n_blocks, BLOCK))
-    unit = unit_of(blocks.abs().amax((3, 4)), E4M3_MAX)
-    scaled = (blocks * (1 / unit)[..., None, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    unit = unit_of(blocks.abs().amax((3, 4)), FP8_MAX)
+    scaled = (blocks * (1 / unit)[..., None, None]).clamp(-FP8_MAX, FP8_MAX)
     return QuantizedValues(scaled.to(torch.float8_e4m3fn).flatten(2, 3).mT, unit, mean)
 
 
-def unit_of(largest: Tensor, most: int) -> Tensor:
+def unit_of(largest: Tensor, most: float) -> Tensor:
     """Return the unit of numbers of these magnitudes; NaN where one is not finite."""
     return (largest / most).clamp(min=LEAST_UNIT).masked_fill(~largest.isfinite(), torch.nan)
 
